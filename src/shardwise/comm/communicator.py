@@ -1,0 +1,156 @@
+"""The messages between ranks, over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
+
+_groups: dict[tuple[int, ...], Any] = {}  # process groups of this process, by global ranks
+
+
+class Pending:
+    """Messages under way; `wait` returns when all buffers may be read and written."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+
+class Communicator:
+    """Asynchronous messages and collectives among the ranks of a process group.
+
+    Ranks are numbered inside the group. Without torch.distributed there is one rank, which has
+    nobody to talk to.
+    """
+
+    def __init__(self, group: Any = None, timeout: float | None = None) -> None:
+        self.timeout = timeout
+        self.group = group
+        if not (dist.is_available() and dist.is_initialized()):
+            self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._global = tuple(dist.get_process_group_ranks(group))
+        self._backend = dist.get_backend(group)
+
+    def exchange(self, sends: Messages, receives: Messages) -> Pending:
+        """Sends every tensor to its peer and fills every buffer from its peer."""
+        sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
+        staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
+        if self._backend == "nccl":
+            operations = [dist.P2POp(dist.isend, t, self._global[p], self.group) for p, t in sends]
+            operations += [dist.P2POp(dist.irecv, t, self._global[p], self.group) for p, t in staged]
+            works = dist.batch_isend_irecv(operations) if operations else []
+        else:
+            works = [dist.irecv(t, self._global[p], self.group) for p, t in staged]
+            works += [dist.isend(t, self._global[p], self.group) for p, t in sends]
+
+        def finish() -> None:
+            _ = sends  # alive until they have left
+            for (_, buffer), (_, arrived) in zip(receives, staged, strict=True):
+                if buffer is not arrived:
+                    buffer.copy_(arrived)
+
+        return Pending(works, finish)
+
+    def all_gather(self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any) -> Pending:
+        """Fills one part per rank of the group with that rank's x."""
+        staged = [self._stage(part, empty=True) for part in parts]
+        x = self._stage(x)
+        work = dist.all_gather(staged, x, self._subgroup(ranks), async_op=True)
+        return Pending([work], lambda: _copy_back(parts, staged, x))
+
+    def reduce_scatter(self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor]) -> Pending:
+        """Fills y with the sum over the group of this rank's part."""
+        staged = self._stage(y, empty=True)
+        parts = [self._stage(part) for part in parts]
+        work = dist.reduce_scatter(staged, parts, group=self._subgroup(ranks), async_op=True)
+        return Pending([work], lambda: _copy_back([y], [staged], parts))
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], receives: list[torch.Tensor], sends: list[torch.Tensor]
+    ) -> Pending:
+        """Sends one tensor to each rank of the group and receives one from each."""
+        outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
+        arrived = torch.empty(
+            sum(t.numel() for t in receives), dtype=outgoing.dtype, device=outgoing.device
+        )
+        work = dist.all_to_all_single(
+            arrived,
+            outgoing,
+            [t.numel() for t in receives],
+            [t.numel() for t in sends],
+            group=self._subgroup(ranks),
+            async_op=True,
+        )
+
+        def finish() -> None:
+            parts = arrived.split([t.numel() for t in receives])
+            for buffer, part in zip(receives, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
+            _ = outgoing
+
+        return Pending([work], finish)
+
+    def all_reduce(self, ranks: tuple[int, ...], x: torch.Tensor) -> Pending:
+        """Replaces x by its sum over the group."""
+        if len(ranks) == 1:
+            return Pending([])
+        staged = self._stage(x)
+        work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
+        return Pending([work], lambda: _copy_back([x], [staged], None))
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
+        """Replaces x by the root's."""
+        if self.size == 1:
+            return Pending([])
+        staged = self._stage(x)
+        work = dist.broadcast(staged, self._global[root], self.group, async_op=True)
+        return Pending([work], lambda: _copy_back([x], [staged], None))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value (small, plain data), in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
+        """Gloo moves memory of the host only."""
+        if self._backend != "gloo" or not tensor.is_cuda:
+            return tensor
+        return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Makes the process groups of these ranks; all ranks call it with the same groups."""
+        for ranks in groups:
+            key = tuple(self._global[rank] for rank in ranks)
+            if 1 < len(ranks) < self.size and key not in _groups:
+                timeout = timedelta(seconds=self.timeout) if self.timeout else None
+                _groups[key] = dist.new_group(list(key), timeout=timeout)
+
+    def _subgroup(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == self.size:
+            return self.group
+        return _groups[tuple(self._global[rank] for rank in ranks)]
+
+
+def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:
+    """What arrived in host memory goes to its place; `keep` stayed alive until now."""
+    for buffer, arrived in zip(buffers, staged, strict=True):
+        if buffer is not arrived:
+            buffer.copy_(arrived)

@@ -1,0 +1,86 @@
+"""A config: how one layer is split over the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+# Grid axes, outermost first: samples, depth, height, width, filters (or output channels), input
+# channels. Filters before channels: the output of a c x f split then lies in rank order (P2).
+AXES = ("n", "d", "h", "w", "f", "c")
+AXIS_NAMES = {
+    "n": "samples",
+    "d": "depth",
+    "h": "height",
+    "w": "width",
+    "f": "filters",
+    "c": "channels",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Degrees over the grid axes and the ranks that form the grid, in row-major order.
+
+    >>> str(Config(n=2, h=2))
+    'n=2 h=2'
+    >>> str(Config(f=2, ranks=(1, 3)))
+    'f=2 @1,3'
+    """
+
+    n: int = 1
+    d: int = 1
+    h: int = 1
+    w: int = 1
+    f: int = 1
+    c: int = 1
+    ranks: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"degree {axis}={degree!r} must be a whole number of at least 1")
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(self.num_workers)))
+        if len(self.ranks) != self.num_workers:
+            raise ValueError(
+                f"{len(self.ranks)} ranks {list(self.ranks)} for a split into {self.num_workers} "
+                f"parts ({self._split}); give exactly one rank per part"
+            )
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise ValueError(f"ranks {list(self.ranks)} must be different and not negative")
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def num_workers(self) -> int:
+        return prod(self.degrees)
+
+    @cached_property
+    def _coordinates(self) -> dict[str, np.ndarray]:
+        indices = np.unravel_index(np.arange(self.num_workers), self.degrees)
+        return dict(zip(AXES, indices, strict=True))
+
+    def coordinates(self, world: int) -> dict[str, np.ndarray]:
+        """Each rank's coordinate along each axis, -1 for ranks that are not used; int64 [world]."""
+        result = {}
+        for axis, indices in self._coordinates.items():
+            result[axis] = np.full(world, -1, dtype=np.int64)
+            result[axis][list(self.ranks)] = indices
+        return result
+
+    @property
+    def _split(self) -> str:
+        parts = [f"{a}={k}" for a, k in zip(AXES, self.degrees, strict=True) if k > 1]
+        return " ".join(parts) or "whole"
+
+    def __str__(self) -> str:
+        if self.ranks == tuple(range(self.num_workers)):
+            return self._split
+        return f"{self._split} @{','.join(map(str, self.ranks))}"

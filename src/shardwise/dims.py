@@ -1,0 +1,81 @@
+"""Labels for tensor dimensions: which grid axis may split which dimension of a layer's output."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+DEFAULT = {1: ".", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
+
+Shape = tuple[int, ...]
+
+
+def default_dims(shape: Shape) -> str:
+    """Labels by position: samples, channels, then space; "." beyond five dimensions."""
+    if len(shape) in DEFAULT:
+        return DEFAULT[len(shape)]
+    return ("nc" + "." * len(shape))[: len(shape)]
+
+
+def label_dims(
+    op: str, attrs: dict[str, Any], shape: Shape, inputs: list[tuple[Shape, str]]
+) -> str:
+    """The labels of a layer's output, from those of its inputs (shape, labels)."""
+    same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
+    if op == "permute":
+        dims = "".join(inputs[0][1][d] for d in attrs["order"])
+    elif op == "view" and inputs:
+        dims = _view_dims(inputs[0], shape)
+    elif op == "reduce":
+        gone = "." if attrs["keepdim"] else ""
+        labels = enumerate(attrs["labels"])
+        dims = "".join(gone if dim in attrs["dims"] else label for dim, label in labels) or "."
+    elif op == "linear" and (not same_rank or same_rank[0][-1] != "c"):
+        dims = ("nc", "nwc", "nhwc")[len(shape) - 2] if 2 <= len(shape) <= 4 else ""
+    elif op in ("conv", "conv_transpose", "batch_norm", "input") or not same_rank:
+        dims = default_dims(shape)
+    else:
+        dims = max(same_rank, key=lambda d: len(d.replace(".", "")))
+    if len(dims) != len(shape):
+        dims = default_dims(shape)
+    return "".join("." if label in dims[:i] else label for i, label in enumerate(dims))
+
+
+def _view_dims(source: tuple[Shape, str], shape: Shape) -> str:
+    labels = ["."] * len(shape)
+    for in_dims, out_dims in view_groups(source[0], shape):
+        known = [source[1][d] for d in in_dims if source[1][d] != "."]
+        lead = next((d for d in out_dims if shape[d] > 1), out_dims[0] if out_dims else None)
+        if lead is not None and known:
+            labels[lead] = known[0]
+    return "".join(labels)
+
+
+def view_groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """Pairs of runs of dimensions that hold the same elements before and after a reshape.
+
+    >>> view_groups((2, 3, 4), (2, 12))
+    [([0], [0]), ([1, 2], [1])]
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        ins, outs = [], []
+        if i < len(source):
+            ins.append(i)
+            i += 1
+        if j < len(target):
+            outs.append(j)
+            j += 1
+        while (a := prod(source[d] for d in ins)) != (b := prod(target[d] for d in outs)):
+            if a < b and i < len(source):
+                ins.append(i)
+                i += 1
+            elif j < len(target):
+                outs.append(j)
+                j += 1
+            else:
+                ins.append(i)
+                i += 1
+        groups.append((ins, outs))
+    return groups

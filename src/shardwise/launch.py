@@ -1,0 +1,242 @@
+"""Starting workers: local processes of this machine, or those that a launcher has started."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+
+HOST = "127.0.0.1"
+GRACE = 3.0  # seconds a worker gets to end before it is killed
+
+# How launchers name rank, world size, rank on this host, and ranks on this host. Slurm's batch
+# script has a SLURM_PROCID too, but only a step started by srun has the number of its tasks.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+class WorkerError(RuntimeError):
+    """A worker that failed or died, with its traceback where there is one."""
+
+
+# -- local workers ---------------------------------------------------------------------------------
+
+
+def run_local(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 1800.0
+) -> list[Any]:
+    """Runs function(*args) on `world` local processes and returns every rank's result.
+
+    The function must be importable (no lambda). `timeout` is how many seconds a rank waits for
+    another's message. One worker is this process itself.
+
+    >>> run_local(sum, 2, [1, 2])
+    [3, 3]
+    """
+    if world < 1:
+        raise ShardwiseError(f"{world} workers: there must be at least 1")
+    if world == 1:
+        return [function(*args)]
+    # This process holds the meeting point, so that no free port can be lost to somebody else.
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    workers: list[_Worker] = []
+    try:
+        for rank in range(world):
+            setup = _Setup(rank, world, store.port, timeout)
+            workers.append(_start(setup, function, args))
+        results = _collect(workers)
+        for worker in workers:  # nobody leaves while another may still read from it
+            worker.connection.send("end")
+        for worker in workers:
+            worker.process.join(GRACE)
+        return results
+    finally:
+        _stop(workers)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    rank: int
+    world: int
+    port: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+
+def _start(setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]) -> _Worker:
+    # A fork server imports torch once for all workers, which takes seconds.
+    known = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in known else "spawn")
+    if "forkserver" in known:
+        context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(setup, theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    return _Worker(process, mine)
+
+
+def _work(
+    setup: _Setup, connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """What a worker process does: joins the others, runs the function, reports, waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        _join_group(setup)
+        connection.send(("result", function(*args)))
+    except ShardwiseError as error:
+        connection.send(("sentence", str(error)))
+    except BaseException:
+        connection.send(("traceback", traceback.format_exc()))
+    connection.recv()  # after an error too: leaving now would make the other ranks fail as well
+    dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    """Ends this process when its parent is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join_group(setup: _Setup) -> None:
+    torch.set_num_threads(max(1, _num_cores() // setup.world))
+    if sys.platform == "linux":  # not the network card: its address may be unknown or filtered
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    seconds = timedelta(seconds=setup.timeout)
+    store = dist.TCPStore(HOST, setup.port, is_master=False, timeout=seconds)
+    dist.init_process_group(
+        "gloo", store=store, rank=setup.rank, world_size=setup.world, timeout=seconds
+    )
+
+
+def _num_cores() -> int:
+    """The cores this process may use."""
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
+def _collect(workers: list[_Worker]) -> list[Any]:
+    """Every rank's result in rank order; raises at the first failure."""
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    results: dict[int, Any] = {}
+    while len(results) < len(workers):
+        pending = [connection for connection, rank in ranks.items() if rank not in results]
+        for connection in wait(pending):
+            assert isinstance(connection, Connection)
+            try:
+                kind, value = connection.recv()
+            except (EOFError, ConnectionError):
+                raise _death(workers, ranks[connection]) from None
+            if kind == "result":
+                results[ranks[connection]] = value
+            else:
+                raise _failure(workers, ranks[connection], kind, value)
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _failure(workers: list[_Worker], rank: int, kind: str, value: str) -> Exception:
+    if kind == "sentence":
+        return ShardwiseError(value)
+    # A rank that dies makes the others fail, and one of these may report first.
+    if wait([worker.process.sentinel for worker in workers], timeout=0.5):
+        dead = next(r for r, worker in enumerate(workers) if not worker.process.is_alive())
+        return _death(workers, dead)
+    return WorkerError(f"worker {rank} of {len(workers)} failed:\n{value}")
+
+
+def _death(workers: list[_Worker], rank: int) -> WorkerError:
+    process = workers[rank].process
+    process.join(GRACE)
+    code = process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return WorkerError(f"worker {rank} of {len(workers)} {how}; the others were ended")
+
+
+def _stop(workers: list[_Worker]) -> None:
+    """Ends whatever still runs, so that nothing is left behind."""
+    for worker in workers:
+        worker.process.terminate()
+    for worker in workers:
+        worker.process.join(GRACE)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()
+
+
+# -- workers of a launcher -------------------------------------------------------------------------
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, mpirun or srun has started this process as one of its workers."""
+    return _launched() is not None
+
+
+def init_from_environment(timeout: float = 1800.0) -> torch.device:
+    """Joins the workers that a launcher has started; returns the device of this one.
+
+    NCCL where every worker of this host has a GPU of its own, else gloo.
+    """
+    launched = _launched()
+    if launched is None:
+        raise ShardwiseError("no launcher has started this process; use torchrun, mpirun or srun")
+    rank, world, local_rank, local_world = launched
+    if local_world == world:  # one host
+        os.environ.setdefault("MASTER_ADDR", HOST)
+        os.environ.setdefault("MASTER_PORT", "29500")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
+    if gpu:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    return torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+
+
+def _launched() -> tuple[int, int, int, int] | None:
+    """Rank, world size, local rank and local world size as a launcher has set them."""
+    for names in LAUNCHERS:
+        rank, world, local_rank, local_world = (os.environ.get(name, "") for name in names)
+        if not (rank.isdigit() and world.isdigit()):
+            continue
+        if names[0] == "RANK" or int(world) > 1:
+            alone = local_rank or rank, local_world or world
+            return int(rank), int(world), int(alone[0]), int(alone[1])
+    return None

@@ -1,0 +1,129 @@
+"""A layout: which box of a global tensor each rank holds or needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.box import Box
+
+Ranges = np.ndarray  # int64 [world, 2]: one half-open range per rank
+
+
+def blocks(size: int, degree: int) -> Ranges:
+    """The balanced blocks of `size` indices, one per part; [degree, 2].
+
+    With floors, the blocks of a degree a*b nest exactly inside those of degree a, so that
+    splitting twice and splitting once give the same blocks.
+
+    >>> blocks(5, 2).tolist()
+    [[0, 2], [2, 5]]
+    """
+    edges = np.arange(degree + 1, dtype=np.int64) * size // degree
+    return np.stack([edges[:-1], edges[1:]], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A box per rank of a tensor of this shape.
+
+    A *partition* gives every element to exactly one rank; a *cover* may overlap, and its boxes may
+    reach beyond the tensor (the padding of a convolution). An empty box is all zeros.
+    """
+
+    shape: tuple[int, ...]
+    bounds: np.ndarray  # int64 [world, ndim, 2]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], ranges: Sequence[Ranges]) -> Layout:
+        """The layout whose box of rank r is the product over dimensions of ranges[dim][r]."""
+        bounds = np.stack([np.asarray(r, dtype=np.int64) for r in ranges], axis=1)
+        empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
+        bounds[empty] = 0
+        bounds.setflags(write=False)
+        return cls(tuple(shape), bounds)
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], world: int) -> Layout:
+        """Every rank holds the whole tensor."""
+        return cls.on(shape, world, range(world))
+
+    @classmethod
+    def on(cls, shape: Sequence[int], world: int, ranks: Sequence[int]) -> Layout:
+        """The given ranks hold the whole tensor, the others nothing."""
+        used = np.isin(np.arange(world), np.asarray(list(ranks), dtype=np.int64))
+        return cls.of(shape, [np.outer(used, [0, size]) for size in shape])
+
+    @property
+    def world(self) -> int:
+        return self.bounds.shape[0]
+
+    def __getitem__(self, rank: int) -> Box:
+        starts, stops = self.bounds[rank].T.tolist()
+        return Box(tuple(starts), tuple(stops))
+
+    @cached_property
+    def numels(self) -> np.ndarray:
+        """Elements per rank, padding beyond the tensor included; int64 [world]."""
+        return (self.bounds[..., 1] - self.bounds[..., 0]).prod(axis=1)
+
+    def overlaps(self, other: Layout) -> np.ndarray:
+        """Elements of my rank r's box inside other's rank q's box; int64 [world, world]."""
+        mine, theirs = self.bounds[:, None], other.bounds[None, :]
+        starts = np.maximum(mine[..., 0], theirs[..., 0])
+        stops = np.minimum(mine[..., 1], theirs[..., 1])
+        return np.maximum(stops - starts, 0).prod(axis=-1)
+
+    @cached_property
+    def is_partition(self) -> bool:
+        """Every element belongs to exactly one rank."""
+        numel = int(np.prod(self.shape, dtype=np.int64))
+        overlaps = self.overlaps(self)
+        return int(self.numels.sum()) == numel and int(overlaps.sum()) == numel
+
+    @cached_property
+    def is_segmented(self) -> bool:
+        """Any two ranks hold the same box or disjoint ones, as the blocks of a weight do."""
+        overlaps, numels = self.overlaps(self), self.numels
+        disjoint = overlaps == 0
+        same = (self.bounds[:, None] == self.bounds[None, :]).all(axis=(2, 3)) & (numels > 0)
+        return bool((disjoint | same).all())
+
+    def owners(self) -> Layout:
+        """Of ranks that hold the same box, only the lowest keeps it."""
+        _, first = np.unique(self._rows, axis=0, return_index=True)
+        keep = np.isin(np.arange(self.world), first)
+        return Layout.of(self.shape, list(np.moveaxis(self.bounds * keep[:, None, None], 1, 0)))
+
+    def segment(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same box as this one."""
+        same = (self._rows == self._rows[rank]).all(axis=1)
+        return tuple(np.flatnonzero(same).tolist())
+
+    @cached_property
+    def segments(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of several ranks that hold the same box."""
+        _, index = np.unique(self._rows, axis=0, return_inverse=True)
+        index = np.where(self.numels > 0, index.reshape(-1), -1)
+        members = [np.flatnonzero(index == i) for i in range(int(index.max(initial=-1)) + 1)]
+        return tuple(tuple(ranks.tolist()) for ranks in members if len(ranks) > 1)
+
+    @property
+    def _rows(self) -> np.ndarray:
+        return self.bounds.reshape(self.world, -1)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Layout)
+            and self.shape == other.shape
+            and np.array_equal(self.bounds, other.bounds)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.bounds.tobytes()))
+
+    def __str__(self) -> str:
+        return " ".join(f"{rank}:{self[rank]}" for rank in range(self.world) if self.numels[rank])

@@ -1,0 +1,397 @@
+"""`parallelize`: an nn.Module that computes on many workers exactly what it computed on one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardwise.box import Box
+from shardwise.capture import Captured
+from shardwise.comm import Communicator
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.graph import LayerGraph
+from shardwise.layout import Layout
+from shardwise.plan import Plan
+from shardwise.program import Program, Source, compile_program, param_layouts, to_all
+from shardwise.runtime import Runtime, Tensors, sum_segments
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    output: Literal["full", "local"] = "full",
+    comm: Communicator | None = None,
+    graphs: Graphs | None = None,
+) -> ParallelModel:
+    """Wraps a model so that it runs as the plan says; the model itself is left as it was.
+
+    All ranks start from rank 0's parameters and buffers. With output="full" every rank returns the
+    whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
+    capturing the model again where that was done before.
+
+    >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
+    """
+    graphs = graphs or ModelGraphs(model, plan.inputs)
+    return ParallelModel(model, plan, output, comm or Communicator(), graphs)
+
+
+Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
+
+
+class ModelGraphs:
+    """Captures a model in each mode when it is first needed, without keeping its weights."""
+
+    def __init__(self, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
+        like = next(model.parameters(), torch.empty(0))
+        self._inputs = tuple(
+            torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes
+        )
+        self._model = _copy_structure(model)
+        for name, tensor in _named_tensors(self._model):  # same shapes, no memory
+            empty = tensor.new_zeros(()).expand(tensor.shape)
+            is_param = isinstance(tensor, nn.Parameter)
+            _assign(self._model, name, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
+        self._captured: dict[bool, Captured] = {}
+
+    def __call__(self, training: bool, batch: int) -> LayerGraph:
+        if training not in self._captured:
+            self._captured[training] = Captured(self._model, self._inputs, training)
+        return self._captured[training].graph(batch)
+
+
+class ParallelModel(nn.Module):
+    """A model that holds this rank's blocks of the parameters, under their original names."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, output: str, comm: Communicator, graphs: Graphs
+    ) -> None:
+        super().__init__()
+        if plan.world != comm.size:
+            raise PlanError(
+                f"the plan is for {plan.world} workers, but {comm.size} are running; start "
+                f"{plan.world}, or make a plan for {comm.size}"
+            )
+        self._shardwise = _State(plan, output, comm, graphs)
+        self._adopt(model)
+        self._split_tensors()
+        self.train(model.training)
+
+    # -- building ------------------------------------------------------------------------------
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Takes over a copy of the model's modules (not of its tensors), so that names stay."""
+        root = _copy_structure(model)
+        self._modules, self._parameters, self._buffers = (
+            root._modules,
+            root._parameters,
+            root._buffers,
+        )
+        self._non_persistent_buffers_set = root._non_persistent_buffers_set
+        self._shardwise.modules = dict(root.named_modules())
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Sets the mode of all modules, the original root included."""
+        self._shardwise.modules[""].training = mode
+        return super().train(mode)
+
+    def _split_tensors(self) -> None:
+        """Every tensor becomes this rank's block of rank 0's tensor; ties stay ties."""
+        state, blocks = self._shardwise, {}
+        for name, tensor in _named_tensors(self):
+            if id(tensor) not in blocks:
+                full = tensor.detach().clone()
+                state.comm.broadcast(full).wait()
+                block = _block(full, state.layouts.get(name), state.comm.rank)
+                if isinstance(tensor, nn.Parameter):
+                    block = nn.Parameter(block, requires_grad=tensor.requires_grad)
+                blocks[id(tensor)] = block
+            _assign(self, name, blocks[id(tensor)])
+
+    # -- running -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: torch.Tensor, batch: int | None = None) -> Any:
+        """The model's output for the global batch.
+
+        Give either the global batch on every rank, or, with `batch=`, this rank's part of it
+        (see `input_box`).
+        """
+        state = self._shardwise
+        if len(inputs) != len(state.plan.inputs):
+            raise ShardwiseError(
+                f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
+            )
+        samples = inputs[0].shape[0] if batch is None else batch
+        graph = state.graph(self.training, samples)
+        self._check_inputs(graph, inputs, whole=batch is None)
+        self._count_batches(graph)
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        program = state.program(graph, self._trainable(), batch is None, needs_gradient)
+        state.comm.prepare(program.groups)
+        lookup = partial(self._lookup, graph.constants)
+        runtime = Runtime(program, state.comm, lookup, state.modules)
+        if torch.is_grad_enabled():
+            anchor = torch.empty(0, requires_grad=True)
+            outputs = _Run.apply(self, runtime, anchor, *inputs)
+        else:
+            outputs = self._forward(runtime, inputs, record=False)
+        return pytree.tree_unflatten(list(outputs), graph.output_spec)
+
+    def input_box(self, batch: int, index: int = 0) -> Box:
+        """The part of a global batch that this rank reads when it is given parts."""
+        state = self._shardwise
+        graph = state.graph(self.training, batch)
+        program = state.program(graph, self._trainable(), False, False)
+        return program.boxes[graph.inputs[index]]
+
+    def _check_inputs(
+        self, graph: LayerGraph, inputs: tuple[torch.Tensor, ...], whole: bool
+    ) -> None:
+        for index, (name, x) in enumerate(zip(graph.inputs, inputs, strict=True)):
+            wanted = graph[name].shape
+            if not whole:
+                wanted = self.input_box(graph.batch, index).shape
+            if tuple(x.shape) != wanted:
+                part = "" if whole else " as this rank's part"
+                raise ShardwiseError(
+                    f"input {name!r} must be {'x'.join(map(str, wanted))}{part}, and is "
+                    f"{'x'.join(map(str, x.shape))}; a plan is for one image size"
+                )
+
+    def _forward(
+        self, runtime: Runtime, inputs: tuple[torch.Tensor, ...], record: bool
+    ) -> tuple[torch.Tensor, ...]:
+        state, program = self._shardwise, runtime.program
+        values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
+        if state.output == "full":
+            layouts = program.layouts
+            full = [to_all(layouts[name]).start(y, state.comm) for name, y in values.items()]
+            values = {name: wait() for name, wait in zip(values, full, strict=True)}
+        return tuple(values[name] for name in program.outputs)
+
+    def _backward(self, runtime: Runtime, gradients: tuple[Any, ...]) -> list[Any]:
+        """Every rank has the gradient of the whole output and takes its own part: no sum."""
+        state, program = self._shardwise, runtime.program
+        parts: Tensors = {}
+        for name, gradient in zip(program.outputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            if state.output == "full":
+                whole = Box.whole(program.layouts[name].shape)
+                gradient = gradient[program.boxes[name].slices_in(whole)]
+            parts[name] = parts[name] + gradient if name in parts else gradient
+        trainable = self._trainable()
+        params = {name: p for name, p in self.named_parameters() if name in trainable}
+        inputs, blocks = runtime.backward(parts, params)
+        used = {n: params[n] for step in program.backward for n in getattr(step, "params", ())}
+        sum_segments(blocks, dict(sorted(used.items())), program.params, state.comm)
+        for name in used:
+            if name in blocks:
+                param = params[name]
+                param.grad = blocks[name] if param.grad is None else param.grad + blocks[name]
+        return [self._input_gradient(program, name, inputs.get(name)) for name in program.inputs]
+
+    def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
+        """The gradient of an input that is whole on every rank is the sum of all parts."""
+        if gradient is not None and tuple(gradient.shape) == program.layouts[name].shape:
+            self._shardwise.comm.all_reduce(tuple(range(self._shardwise.comm.size)), gradient).wait()
+        return gradient
+
+    def _trainable(self) -> frozenset[str]:
+        return frozenset(name for name, p in self.named_parameters() if p.requires_grad)
+
+    def _lookup(self, constants: Mapping[str, torch.Tensor], source: Source) -> torch.Tensor:
+        """The part of a stored tensor that a layer needs."""
+        state = self._shardwise
+        if source.kind == "constant":
+            tensor = constants[source.name]
+            held = Box.whole(tuple(tensor.shape))
+        else:
+            tensor = _resolve(self, source.name)
+            held = state.layouts[source.name][state.comm.rank]
+        whole = tensor.ndim == 0 or held == source.box
+        return tensor if whole else tensor[source.box.slices_in(held)]
+
+    def _count_batches(self, graph: LayerGraph) -> None:
+        """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
+        for layer in graph.layers:
+            if layer.op == "batch_norm":
+                module = self._shardwise.modules[layer.attrs["module"]]
+                counter = getattr(module, "num_batches_tracked", None)
+                if counter is not None and module.training:
+                    counter.add_(1)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The full state, by the original names, the same on every rank; all ranks must call it."""
+        with self._whole_tensors():
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a full state, of any plan or of the original model."""
+        if assign:
+            raise ShardwiseError("load_state_dict(assign=True) would replace this rank's blocks")
+        with self._whole_tensors() as blocks:
+            result = super().load_state_dict(state_dict, strict)
+            state = self._shardwise
+            with torch.no_grad():
+                for name, block in blocks.items():
+                    full = _resolve(self, name)
+                    block.copy_(_block(full, state.layouts[name], state.comm.rank))
+        return result
+
+    @contextmanager
+    def _whole_tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Within, every split tensor is whole; yields this rank's blocks by name."""
+        state, blocks, whole = self._shardwise, {}, {}
+        try:
+            for name, tensor in list(_named_tensors(self)):
+                if name in state.layouts:
+                    blocks[name] = tensor
+                    if id(tensor) not in whole:
+                        full = _gather(tensor.detach(), state.layouts[name], state.comm)
+                        whole[id(tensor)] = (
+                            nn.Parameter(full, tensor.requires_grad)
+                            if isinstance(tensor, nn.Parameter)
+                            else full
+                        )
+                    _assign(self, name, whole[id(tensor)])
+            yield blocks
+        finally:
+            for name, block in blocks.items():
+                _assign(self, name, block)
+
+    def full_gradients(self) -> Tensors:
+        """Every parameter's whole gradient, by its original name; all ranks must call it."""
+        state, gradients = self._shardwise, {}
+        for name, param in self.named_parameters():
+            here = param.grad is not None
+            layout = state.layouts.get(name)
+            if layout is not None and any(state.comm.gather_objects(here)):
+                block = param.grad if here else torch.zeros_like(param)
+                gradients[name] = _gather(block, layout, state.comm)
+            elif here:
+                gradients[name] = param.grad
+        return gradients
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients as torch's clip_grad_norm_ would on one device."""
+        state, seen = self._shardwise, set()
+        total = torch.zeros((), dtype=torch.float64)
+        for name, param in self.named_parameters():
+            layout = state.layouts.get(name)
+            owns = layout.segment(state.comm.rank)[0] == state.comm.rank if layout else not state.comm.rank
+            if param.grad is not None and owns and id(param) not in seen and param.numel():
+                seen.add(id(param))
+                total += param.grad.double().norm(norm_type).cpu() ** norm_type
+        state.comm.all_reduce(tuple(range(state.comm.size)), total).wait()
+        norm = total ** (1.0 / norm_type)
+        scale = min(1.0, max_norm / (float(norm) + 1e-6))
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(scale)
+        return norm
+
+    @property
+    def plan(self) -> Plan:
+        return self._shardwise.plan
+
+    def extra_repr(self) -> str:
+        return f"world={self.plan.world}"
+
+
+class _State:
+    """What a parallel model knows beyond its modules: graphs, programs and layouts."""
+
+    def __init__(self, plan: Plan, output: str, comm: Communicator, graphs: Graphs) -> None:
+        if output not in ("full", "local"):
+            raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
+        self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
+        self.modules: dict[str, nn.Module] = {}
+        self._programs: dict[Any, Program] = {}
+        graph = graphs(True, plan.inputs[0][0])
+        plan.check(graph)
+        self.layouts = param_layouts(graph, plan)
+
+    def program(
+        self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
+    ) -> Program:
+        key = (graph.training, graph.batch, trainable, whole, gradient)
+        if key not in self._programs:
+            program = compile_program(graph, self.plan, self.comm.rank, trainable, whole, gradient)
+            program.params.update(self.layouts)  # blocks stay where the training graph put them
+            self._programs[key] = program
+        return self._programs[key]
+
+
+class _Run(torch.autograd.Function):
+    """One pass through the parallel model, as a single node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx, model, runtime, anchor, *inputs):  # type: ignore[no-untyped-def]
+        ctx.model, ctx.runtime = model, runtime
+        return model._forward(runtime, inputs, record=True)
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return None, None, None, *ctx.model._backward(ctx.runtime, gradients)
+
+
+def _copy_structure(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Module:
+    """The same modules with their own tables of tensors and children; tensors are shared."""
+    memo = {} if memo is None else memo
+    if id(module) not in memo:
+        twin = memo[id(module)] = copy.copy(module)
+        twin.__dict__ = dict(module.__dict__)
+        twin._parameters = dict(module._parameters)
+        twin._buffers = dict(module._buffers)
+        twin._modules = {
+            name: _copy_structure(child, memo) if child is not None else None
+            for name, child in module._modules.items()
+        }
+    return memo[id(module)]
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _resolve(root: nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    return getattr(root.get_submodule(path), leaf)
+
+
+def _assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    table = module._parameters if leaf in module._parameters else module._buffers
+    table[leaf] = tensor  # type: ignore[assignment]
+
+
+def _block(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor:
+    """This rank's block of a whole tensor; without a layout, all of it."""
+    if layout is None or full.ndim == 0:
+        return full
+    box = layout[rank]
+    return full if box == Box.whole(tuple(full.shape)) else full[box.slices_in(Box.whole(tuple(full.shape)))].clone()
+
+
+def _gather(block: torch.Tensor, layout: Layout, comm: Communicator) -> torch.Tensor:
+    """The whole tensor on every rank, from the ranks that hold its blocks."""
+    if block.ndim == 0:
+        return block.clone()
+    owners = layout.owners()
+    mine = owners[comm.rank]
+    part = block if not mine.empty else block.new_empty(mine.shape)
+    transfer = to_all(owners)
+    comm.prepare(transfer.groups)
+    return transfer(part, comm).clone()

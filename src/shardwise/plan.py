@@ -1,0 +1,250 @@
+"""A plan: one config per layer, as frozen data that reads and writes JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.config import AXES, Config
+from shardwise.errors import PlanError
+from shardwise.graph import Layer, LayerGraph
+from shardwise.strategies import strategy_of
+
+FORMAT = "shardwise-plan-1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every layer of one model is split over `world` workers.
+
+    >>> from shardwise import capture, zoo
+    >>> plan = Plan.uniform(capture(zoo.build("digits"), torch.zeros(8, 1, 8, 8)), n=2, h=2)
+    >>> plan.world
+    4
+    """
+
+    world: int
+    layers: Mapping[str, Config]
+    inputs: tuple[tuple[int, ...], ...]  # the shapes the model was captured for
+    signature: str  # of the graph the plan was made for
+    whole: tuple[str, ...] = field(default=())  # layers with no strategy: one worker computes them
+
+    # -- making plans --------------------------------------------------------------------------
+
+    @classmethod
+    def make(cls, graph: LayerGraph, world: int, choose: Callable[[Layer], Config]) -> Plan:
+        """The plan that gives every layer the config `choose` returns, checked."""
+        plan = cls(
+            world=world,
+            layers={layer.name: choose(layer) for layer in graph.layers},
+            inputs=tuple(graph[name].shape for name in graph.inputs),
+            signature=graph.signature,
+            whole=tuple(layer.name for layer in graph.layers if layer.op == "opaque"),
+        )
+        plan.check(graph)
+        return plan
+
+    @classmethod
+    def uniform(cls, graph: LayerGraph, world: int | None = None, **degrees: int) -> Plan:
+        """The same split for every layer; where a layer has no such axis, see `fit`."""
+        wanted = Config(**degrees)
+        workers = world or wanted.num_workers
+        return cls.make(graph, workers, lambda layer: fit(layer, wanted, graph.batch))
+
+    @classmethod
+    def owt(cls, graph: LayerGraph, world: int) -> Plan:
+        """One weird trick: convolutions over samples, fully connected layers over filters (P4)."""
+        after: set[str] = set()
+        for layer in graph.layers:
+            flat = len(layer.shape) == 2 and any(name in after for name in layer.inputs)
+            if layer.op == "linear" or flat:
+                after.add(layer.name)
+
+        def choose(layer: Layer) -> Config:
+            split = Config(f=world) if layer.name in after else Config(n=world)
+            return fit(layer, split, graph.batch)
+
+        return cls.make(graph, world, choose)
+
+    @classmethod
+    def random(cls, graph: LayerGraph, world: int, seed: int) -> Plan:
+        """Random legal configs, fewer workers and any order of ranks included."""
+        generator = random.Random(seed)
+        return cls.make(graph, world, lambda layer: random_config(layer, world, generator))
+
+    # -- checking ------------------------------------------------------------------------------
+
+    def check(self, graph: LayerGraph) -> None:
+        """Raises where this plan does not fit this model or this shape."""
+        for name in self.layers:
+            if name not in graph:
+                raise PlanError(f"the plan names layer {name!r}, which {_nearest(name, graph)}")
+        for layer in graph.layers:
+            if layer.name not in self.layers:
+                raise PlanError(f"the plan has no entry for layer {layer.name!r} ({layer.op})")
+            strategy_of(layer).check(layer, self.layers[layer.name], self.world)
+        if self.signature != graph.signature:
+            shapes = ", ".join("x".join(map(str, graph[name].shape)) for name in graph.inputs)
+            made_for = ", ".join("x".join(map(str, shape)) for shape in self.inputs)
+            raise PlanError(
+                f"the plan was made for another model or input shape (input {made_for}, network "
+                f"{self.signature}) than this one (input {shapes}, network {graph.signature})"
+            )
+
+    def config(self, layer: Layer, graph: LayerGraph) -> Config:
+        """The config of a layer; one that only exists in this graph follows what it reads.
+
+        The graph of evaluation may have layers that the graph of training has not.
+        """
+        config = self.layers.get(layer.name)
+        if config is None:
+            sources = [self.config(graph[name], graph) for name in layer.inputs]
+            config = fit(layer, sources[0] if sources else Config(), graph.batch)
+        try:
+            strategy_of(layer).check(layer, config, self.world)
+        except PlanError:
+            config = fit(layer, config, graph.batch)
+        return config
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The plan as text that a person can edit: degrees of 1 and obvious ranks are left out."""
+        layers = {}
+        for name, config in self.layers.items():
+            entry: dict[str, Any] = {
+                axis: degree
+                for axis, degree in zip(AXES, config.degrees, strict=True)
+                if degree > 1
+            }
+            if config.ranks != tuple(range(config.num_workers)):
+                entry["ranks"] = list(config.ranks)
+            layers[name] = entry
+        head = {
+            "format": FORMAT,
+            "world": self.world,
+            "inputs": [list(shape) for shape in self.inputs],
+            "signature": self.signature,
+            "whole": list(self.whole),
+        }
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        rows = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in layers.items()]
+        body = ",\n".join(rows)
+        return "\n".join(["{", *lines, '  "layers": {', body, "  }", "}", ""])
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the plan") -> Plan:
+        """Reads a plan and says which field is wrong where one is."""
+        try:
+            data = _PlanFile.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise PlanError(f"{where}: {place}: {first['msg']}") from None
+        if data.format != FORMAT:
+            raise PlanError(f"{where}: format {data.format!r} is not {FORMAT!r}")
+        layers = {}
+        for name, entry in data.layers.items():
+            try:
+                layers[name] = Config(**entry.model_dump())
+            except ValueError as error:
+                raise PlanError(f"{where}: layer {name!r}: {error}") from None
+        inputs = tuple(tuple(shape) for shape in data.inputs)
+        return cls(data.world, layers, inputs, data.signature, tuple(data.whole))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the plan file {str(path)!r} cannot be read: {error}") from None
+        return cls.from_json(text, where=f"plan file {str(path)!r}")
+
+    def __str__(self) -> str:
+        width = max(map(len, self.layers), default=0)
+        rows = [f"plan for {self.world} workers, network {self.signature}"]
+        for name, config in self.layers.items():
+            note = "  (no strategy: one worker)" if name in self.whole else ""
+            rows.append(f"  {name:<{width}}  {config}{note}")
+        return "\n".join(rows)
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    n: int = Field(1, ge=1)
+    d: int = Field(1, ge=1)
+    h: int = Field(1, ge=1)
+    w: int = Field(1, ge=1)
+    f: int = Field(1, ge=1)
+    c: int = Field(1, ge=1)
+    ranks: tuple[int, ...] = ()
+
+
+class _PlanFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: str
+    world: int = Field(ge=1)
+    inputs: list[list[int]]
+    signature: str
+    whole: list[str] = []
+    layers: dict[str, _Entry]
+
+
+def fit(layer: Layer, wanted: Config, batch: int) -> Config:
+    """The legal config nearest to a wanted split.
+
+    What an axis cannot take moves on: input channels to filters, everything else to samples. What
+    then finds no room is dropped, so that fewer workers are used.
+    """
+    strategy = strategy_of(layer)
+    limits = strategy.axes(layer)
+    if "n" in limits:
+        limits["n"] = max(batch, 1)
+    degrees = dict(zip(AXES, wanted.degrees, strict=True))
+    if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
+        degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
+    for axis, fallback in (("c", "f"), ("d", "n"), ("h", "n"), ("w", "n"), ("f", "n"), ("n", "")):
+        kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
+        if fallback:
+            degrees[fallback] *= degrees[axis] // kept
+        degrees[axis] = kept
+    used = prod(degrees.values())
+    ranks = wanted.ranks if used == len(wanted.ranks) else tuple(sorted(wanted.ranks))[:used]
+    return Config(**degrees, ranks=ranks)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(k for k in range(min(number, max(limit, 1)), 0, -1) if number % k == 0)
+
+
+def random_config(layer: Layer, world: int, generator: random.Random) -> Config:
+    """A random legal config: random degrees whose product fits, on random ranks."""
+    strategy = strategy_of(layer)
+    limits = strategy.axes(layer)
+    degrees, room = {}, generator.randint(1, world)
+    for axis in generator.sample(list(limits), len(limits)):
+        limit = room if axis == "n" else min(room, limits[axis])
+        degrees[axis] = generator.randint(1, limit)
+        room //= degrees[axis]
+    if strategy.joint_channels and "f" in limits:
+        size = layer.shape[layer.dims.index("c")] if "c" in layer.dims else 1
+        if degrees["f"] * degrees["c"] > size:
+            degrees["c"] = 1
+    ranks = tuple(generator.sample(range(world), prod(degrees.values())))
+    return Config(**degrees, ranks=ranks)
+
+
+def _nearest(name: str, graph: LayerGraph) -> str:
+    close = get_close_matches(name, graph.by_name, n=1)
+    return f"the model does not have (nearest: {close[0]!r})" if close else "the model has not"

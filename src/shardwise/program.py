@@ -1,0 +1,338 @@
+"""From a graph and a plan to what one rank does, step by step.
+
+A *value* is this rank's part of a tensor in one layout: the partition a layer produces (named like
+the layer), a gathered version of it ("conv1>0"), or partial sums before they are added ("conv1~").
+`Run` steps compute a block of layers, `Move` steps carry a value to another layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.box import Box
+from shardwise.graph import Layer, LayerGraph
+from shardwise.layout import Layout
+from shardwise.plan import Plan
+from shardwise.strategies import Local, Need, Split, Strategy, strategy_of
+from shardwise.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an operand comes from: a value, or a stored tensor of which `box` is needed."""
+
+    kind: str  # value, param, buffer, constant
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Op:
+    """One layer on this rank."""
+
+    strategy: Strategy
+    local: Local
+    operands: tuple[Source, ...]
+    result: str
+    active: bool  # whether this rank has anything to do
+    sums: Transfer | None = None  # of the statistics inside the layer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A block of layers without transfers between them."""
+
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]  # values from outside
+    outputs: tuple[str, ...]  # values that others read
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value carried to another layout."""
+
+    source: str
+    target: str
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part cut out of an input that every rank has whole."""
+
+    source: str
+    target: str
+    need: Need
+
+
+Step = Run | Move | Cut
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does for one batch size and mode.
+
+    Moves stand as early as possible in both directions, so that they overlap with computation:
+    right after their source in `forward`, right after their last reader's backward in `backward`.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]  # in the order of the backward pass
+    layouts: dict[str, Layout]  # of every value
+    boxes: dict[str, Box]  # of every value, on this rank
+    params: dict[str, Layout]  # where the blocks of stored tensors lie
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
+    groups: tuple[tuple[int, ...], ...]  # of ranks that run collectives, of any rank
+
+
+def to_all(layout: Layout) -> Transfer:
+    """The transfer that gives every rank the whole tensor."""
+    return Transfer(layout, Layout.replicated(layout.shape, layout.world))
+
+
+def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
+    """Where the blocks of every parameter and buffer lie.
+
+    Blocks are those that the layers need. A tensor that is needed in overlapping parts (shared by
+    layers with different configs, say) is kept whole on all ranks that use any of it.
+    """
+    uses: dict[str, list[Layout]] = {}
+    for layer in graph.layers:
+        split = Split(layer, plan.config(layer, graph), plan.world)
+        needs = strategy_of(layer).needs(split)
+        for operand, need in zip(layer.operands, needs, strict=True):
+            if operand.kind in ("param", "buffer"):
+                uses.setdefault(operand.name, []).append(need.layout)
+    layouts = {}
+    for name, needed in uses.items():
+        first = needed[0]
+        if all(layout == first for layout in needed) and first.is_segmented:
+            layouts[name] = first
+        else:
+            users = sum(layout.numels > 0 for layout in needed).nonzero()[0]
+            layouts[name] = Layout.on(first.shape, plan.world, users.tolist())
+    return layouts
+
+
+def compile_program(
+    graph: LayerGraph,
+    plan: Plan,
+    rank: int,
+    trainable: frozenset[str],
+    whole_inputs: bool = True,
+    inputs_need_gradient: bool = False,
+) -> Program:
+    """The steps of this rank; every rank compiles the same steps with its own boxes."""
+    return _Compiler(graph, plan, rank, trainable, whole_inputs, inputs_need_gradient).compile()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        graph: LayerGraph,
+        plan: Plan,
+        rank: int,
+        trainable: frozenset[str],
+        whole_inputs: bool,
+        inputs_need_gradient: bool,
+    ) -> None:
+        self.graph, self.plan, self.rank = graph, plan, rank
+        self.trainable = trainable
+        self.whole_inputs = whole_inputs
+        self.params = param_layouts(graph, plan)
+        self.layouts: dict[str, Layout] = {}
+        self.moves: dict[str, Move | Cut] = {}  # by target
+        self.gathered: dict[tuple[str, Need], str] = {}
+        self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
+
+    def compile(self) -> Program:
+        ops = [self._op(layer) for layer in self.graph.layers if layer.op != "input"]
+        outputs = tuple(self._output(name) for name in self.graph.outputs)
+        runs = self._blocks(ops, outputs)
+        forward = self._order(runs, late=False)
+        late = self._order(runs, late=True)
+        backward = tuple(step for step in reversed(late) if self._needs_backward(step))
+        return Program(
+            forward=forward,
+            backward=backward,
+            layouts=self.layouts,
+            boxes={name: layout[self.rank] for name, layout in self.layouts.items()},
+            params=self.params,
+            inputs=self.graph.inputs,
+            outputs=outputs,
+            frees=_frees(forward, outputs),
+            groups=self._groups(forward, outputs),
+        )
+
+    def _groups(self, steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[Any, ...]:
+        """All groups of ranks that communicate, in an order that every rank agrees on."""
+        transfers = [step.transfer for step in steps if isinstance(step, Move)]
+        transfers += [t.transpose() for t in transfers]
+        transfers += [op.sums for run in steps if isinstance(run, Run) for op in run.ops if op.sums]
+        transfers += [to_all(self.layouts[name]) for name in outputs]
+        groups = {group for transfer in transfers for group in transfer.groups}
+        groups |= {group for layout in self.params.values() for group in layout.segments}
+        return tuple(sorted(groups))
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _op(self, layer: Layer) -> Op:
+        strategy = strategy_of(layer)
+        config = self.plan.config(layer, self.graph)
+        split = Split(layer, config, self.plan.world)
+        needs, partial = strategy.needs(split), strategy.partial(split)
+        operands = tuple(
+            self._source(operand.kind, operand.name, need)
+            for operand, need in zip(layer.operands, needs, strict=True)
+        )
+        result = layer.name if partial is None else f"{layer.name}~"
+        layout = self.layouts[layer.name] = strategy.output(split)
+        if self._trains(operands) or any(s.name in self.differentiable for s in operands):
+            self.differentiable |= {layer.name, result}
+        if partial is not None:
+            self.layouts[result] = partial
+            self.moves[layer.name] = Move(result, layer.name, Transfer(partial, layout))
+            layout = partial
+        sums = strategy.sums(split)
+        box = sums[self.rank] if sums is not None else None
+        local = Local(layer, config, layout[self.rank], tuple(s.box for s in operands), box)
+        active = not local.output.empty or strategy.draws or (box is not None and not box.empty)
+        total = Transfer(sums, sums) if sums is not None else None
+        return Op(strategy, local, operands, result, active, total)
+
+    def _trains(self, operands: tuple[Source, ...]) -> bool:
+        return any(s.kind == "param" and s.name in self.trainable for s in operands)
+
+    def _source(self, kind: str, name: str, need: Need) -> Source:
+        if kind != "value":
+            return Source(kind, name, need.layout[self.rank])
+        return Source("value", self._gathered(name, need), need.layout[self.rank])
+
+    def _gathered(self, name: str, need: Need) -> str:
+        """The value of this tensor in the needed layout; the tensor's own if that is the same."""
+        if name in self.graph.inputs and name not in self.layouts:
+            layer = self.graph[name]
+            split = Split(layer, self.plan.config(layer, self.graph), self.plan.world)
+            self.layouts[name] = strategy_of(layer).output(split)
+        cut = self.whole_inputs and name in self.graph.inputs
+        transfer = Transfer(self.layouts[name], need.layout, need.fill)
+        if transfer.is_identity and not cut:
+            return name
+        key = (name, need)
+        if key not in self.gathered:
+            target = f"{name}>{sum(source == name for source, _ in self.gathered)}"
+            self.gathered[key] = target
+            self.layouts[target] = need.layout
+            self.moves[target] = Cut(name, target, need) if cut else Move(name, target, transfer)
+            if name in self.differentiable:
+                self.differentiable.add(target)
+        return self.gathered[key]
+
+    def _output(self, name: str) -> str:
+        """A model's output is read by the user; an input returned as it is has to be a value."""
+        if name in self.graph.inputs:
+            self._gathered(name, Need(Layout.replicated(self.graph[name].shape, self.plan.world)))
+        return name
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    def _blocks(self, ops: list[Op], outputs: tuple[str, ...]) -> list[Run]:
+        """Consecutive layers join as long as nothing moves between them.
+
+        A layer with weights begins a new block, so that its gradient is ready early. It keeps its
+        input for the backward pass anyway, so the cut costs no memory.
+        """
+        groups: list[list[Op]] = []
+        for op in ops:
+            made = {earlier.result for earlier in groups[-1]} if groups else set()
+            values = [s.name for s in op.operands if s.kind == "value"]
+            moved = any(self._origin(value) in made for value in values if value in self.moves)
+            alone = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
+            if not groups or moved or alone:
+                groups.append([])
+            groups[-1].append(op)
+        return [self._run(group, groups, outputs) for group in groups]
+
+    def _origin(self, value: str) -> str:
+        """The value a block computed, from which this one was moved."""
+        while value in self.moves:
+            value = self.moves[value].source
+        return value
+
+    def _run(self, group: list[Op], groups: list[list[Op]], outputs: tuple[str, ...]) -> Run:
+        made = [op.result for op in group]
+        read = [s.name for op in group for s in op.operands if s.kind == "value"]
+        outside = {
+            s.name for other in groups if other is not group for op in other for s in op.operands
+        }
+        outside |= {move.source for move in self.moves.values()} | set(outputs)
+        params = [s.name for op in group for s in op.operands if self._trains((s,))]
+        return Run(
+            ops=tuple(group),
+            inputs=tuple(dict.fromkeys(name for name in read if name not in made)),
+            outputs=tuple(name for name in made if name in outside),
+            params=tuple(dict.fromkeys(params)),
+        )
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _order(self, runs: list[Run], late: bool) -> tuple[Step, ...]:
+        """Runs with the moves between them: right after their source, or before their reader."""
+        steps: list[Step] = []
+        placed: set[str] = set()
+
+        def place(target: str) -> None:
+            if target in placed or target not in self.moves:
+                return
+            placed.add(target)
+            place(self.moves[target].source)
+            steps.append(self.moves[target])
+
+        def place_readers(source: str) -> None:
+            for target, move in self.moves.items():
+                if move.source == source and target not in placed:
+                    placed.add(target)
+                    steps.append(move)
+                    place_readers(target)
+
+        if not late:
+            for name in self.graph.inputs:
+                place_readers(name)
+        for run in runs:
+            if late:
+                for name in run.inputs:
+                    place(name)
+            steps.append(run)
+            if not late:
+                for name in run.outputs:
+                    place_readers(name)
+        for target in self.moves:
+            place(target)  # what only the user reads
+        return tuple(steps)
+
+    def _needs_backward(self, step: Step) -> bool:
+        if isinstance(step, Run):
+            return any(name in self.differentiable for name in step.outputs)
+        return step.target in self.differentiable
+
+
+def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """For every step, the values that are read there for the last time."""
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Run):
+            for name in (*step.inputs, *step.outputs):
+                last[name] = index
+        else:
+            last[step.source] = last[step.target] = index
+    for name in outputs:
+        last.pop(name, None)
+    frees: list[list[str]] = [[] for _ in steps]
+    for name, index in last.items():
+        frees[index].append(name)
+    return tuple(map(tuple, frees))
+

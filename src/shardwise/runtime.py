@@ -1,0 +1,229 @@
+"""The interpreter: runs a program forward and backward on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwise.box import Box
+from shardwise.comm import Communicator
+from shardwise.layout import Layout
+from shardwise.program import Cut, Move, Op, Program, Run, Source
+from shardwise.strategies import Local
+from shardwise.transfer import Transfer
+
+Tensors = dict[str, torch.Tensor]
+Lookup = Callable[[Source], torch.Tensor]  # the stored block of a parameter or buffer
+
+
+@dataclass
+class Tape:
+    """What a block leaves for its backward pass: its inputs, and where its outputs came from."""
+
+    leaves: Tensors
+    edges: dict[str, GradientEdge]
+
+
+@dataclass
+class Runtime:
+    """Everything a program needs to run: messages, stored tensors and the modules' modes."""
+
+    program: Program
+    comm: Communicator
+    lookup: Lookup
+    modules: Mapping[str, Any]
+    tapes: dict[int, Tape] = field(default_factory=dict)  # by position of the block
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def forward(self, inputs: Tensors, record: bool) -> Tensors:
+        """This rank's part of every output."""
+        values: dict[str, Any] = dict(inputs)
+        pending: dict[str, Callable[[], torch.Tensor]] = {}
+
+        def value(name: str) -> torch.Tensor:
+            if name in pending:
+                values[name] = pending.pop(name)()
+            return values[name]
+
+        for index, step in enumerate(self.program.forward):
+            if isinstance(step, Run):
+                values |= self._run(step, {name: value(name) for name in step.inputs}, record)
+            elif isinstance(step, Move):
+                pending[step.target] = step.transfer.start(value(step.source), self.comm)
+            else:
+                values[step.target] = cut(
+                    value(step.source), self.program.boxes[step.target], step.need.fill
+                )
+            for name in self.program.frees[index]:
+                values.pop(name, None)
+        return {name: value(name) for name in self.program.outputs}
+
+    def _run(self, run: Run, inputs: Tensors, record: bool) -> Tensors:
+        if not record:
+            return {name: y for name, y in self._compute(run, inputs).items() if name in run.outputs}
+        leaves = {name: _leaf(x) for name, x in inputs.items()}
+        with torch.enable_grad():
+            values = self._compute(run, dict(leaves))
+            outputs = {name: values[name] for name in run.outputs}
+            edges = {
+                name: get_gradient_edge(y if y.grad_fn is not None else y.view_as(y))
+                for name, y in outputs.items()
+                if y.requires_grad
+            }
+        self.tapes[id(run)] = Tape(leaves, edges)
+        return {name: y.detach() for name, y in outputs.items()}
+
+    def _compute(self, run: Run, values: Tensors) -> Tensors:
+        like = next(iter(values.values()), None)
+        for op in run.ops:
+            values[op.result] = self._op(op, values, like)
+        return values
+
+    def _op(self, op: Op, values: Tensors, like: torch.Tensor | None) -> torch.Tensor:
+        tensors = [
+            values[source.name] if source.kind == "value" else self.lookup(source)
+            for source in op.operands
+        ]
+        if not op.active:
+            like = tensors[0] if tensors else like
+            return torch.empty(op.local.output.shape, dtype=like.dtype, device=like.device)  # type: ignore[union-attr]
+        return op.strategy.run(self._local(op), tensors)
+
+    def _local(self, op: Op) -> Local:
+        """The op's share, with the communication and the module that it may ask for."""
+        module = self.modules.get(op.local.attrs.get("module", None))
+        total = None if op.sums is None else self._sum(op.sums)
+        return replace(op.local, module=module, sum=total)
+
+    def _sum(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
+        shape = transfer.source[self.comm.rank].shape
+        return lambda x: transfer(x.reshape(shape), self.comm).view(x.shape)
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def backward(self, gradients: Tensors, params: Tensors) -> tuple[Tensors, Tensors]:
+        """From gradients of the outputs to those of the inputs and of the stored blocks."""
+        flow = _Flow(gradients)
+        blocks: Tensors = {}
+        whole: Tensors = {}  # gradients of inputs that every rank has whole
+        for step in self.program.backward:
+            if isinstance(step, Run):
+                self._run_backward(step, flow, blocks, params)
+            elif isinstance(step, Move):
+                gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
+                back = step.transfer.transpose().start(gradient, self.comm)
+                flow.add_later(step.source, back)
+            else:
+                gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
+                self._uncut(step, gradient, whole)
+        inputs = {name: flow.take(name, None) for name in self.program.inputs}
+        return {name: g for name, g in (inputs | whole).items() if g is not None}, blocks
+
+    def _run_backward(self, run: Run, flow: _Flow, blocks: Tensors, params: Tensors) -> None:
+        tape = self.tapes.pop(id(run), None)
+        if tape is None:
+            raise RuntimeError("backward through the same forward pass a second time")
+        outputs, gradients = [], []
+        for name in run.outputs:
+            gradient = flow.take(name, None)
+            if gradient is not None and name in tape.edges:
+                outputs.append(tape.edges[name])
+                gradients.append(gradient)
+        leaves = {name: x for name, x in tape.leaves.items() if x.requires_grad}
+        stored = {name: params[name] for name in run.params}
+        if not outputs:
+            return
+        wanted = [*leaves.values(), *stored.values()]
+        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        for name, gradient in zip(leaves, found, strict=False):
+            if gradient is not None:
+                flow.add(name, gradient)
+        for name, gradient in zip(stored, found[len(leaves) :], strict=True):
+            if gradient is not None:
+                blocks[name] = blocks[name] + gradient if name in blocks else gradient
+
+    def _zeros(self, name: str, flow: _Flow, gradients: Tensors) -> Callable[[], torch.Tensor]:
+        like = next(iter(gradients.values()))
+        shape = self.program.boxes[name].shape
+        return lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _uncut(self, step: Cut, gradient: torch.Tensor, whole: Tensors) -> None:
+        """The gradient of a part goes back to its place in the whole input."""
+        shape = self.program.layouts[step.source].shape
+        full, box = Box.whole(shape), self.program.boxes[step.target]
+        if step.source not in whole:
+            whole[step.source] = gradient.new_zeros(shape)
+        inside = full.intersect(box)
+        if not inside.empty:
+            whole[step.source][inside.slices_in(full)] += gradient[inside.slices_in(box)]
+
+
+class _Flow:
+    """Gradients on their way: those that are here and those still under way, by value."""
+
+    def __init__(self, gradients: Tensors) -> None:
+        self.here: Tensors = dict(gradients)
+        self.coming: dict[str, list[Callable[[], torch.Tensor]]] = {}
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        self.here[name] = self.here[name] + gradient if name in self.here else gradient
+
+    def add_later(self, name: str, gradient: Callable[[], torch.Tensor]) -> None:
+        self.coming.setdefault(name, []).append(gradient)
+
+    def take(self, name: str, default: Callable[[], torch.Tensor] | None) -> Any:
+        for gradient in self.coming.pop(name, []):
+            self.add(name, gradient())
+        if name in self.here:
+            return self.here.pop(name)
+        return default() if default is not None else None
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
+def cut(x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
+    """A box of a whole tensor, which may reach beyond it; a view where it does not."""
+    whole = Box.whole(tuple(x.shape))
+    if box.empty:
+        return x.new_empty(box.shape)
+    inside = whole.intersect(box)
+    if inside == box:
+        return x if box == whole else x[box.slices_in(whole)]
+    y = x.new_full(box.shape, fill)
+    if not inside.empty:
+        y[inside.slices_in(box)] = x[inside.slices_in(whole)]
+    return y
+
+
+def sum_segments(
+    gradients: Tensors, params: Tensors, layouts: dict[str, Layout], comm: Communicator
+) -> None:
+    """Adds up the gradients of each block over the ranks that hold it, packed per segment (P5).
+
+    Nothing is averaged: every rank's loss is the loss of the global batch, of which each rank
+    computed its own part of the gradient.
+    """
+    segments: dict[tuple[Any, ...], list[str]] = {}
+    for name, param in params.items():
+        if name not in layouts or layouts[name].numels[comm.rank] == 0:
+            continue
+        gradients.setdefault(name, torch.zeros_like(param))
+        ranks = layouts[name].segment(comm.rank)
+        if len(ranks) > 1:
+            segments.setdefault((ranks, param.dtype), []).append(name)
+    pending = []
+    for (ranks, _), names in segments.items():
+        packed = torch.cat([gradients[name].reshape(-1) for name in names])
+        pending.append((names, packed, comm.all_reduce(ranks, packed)))
+    for names, packed, work in pending:
+        work.wait()
+        for name, part in zip(names, packed.split([params[n].numel() for n in names]), strict=True):
+            gradients[name] = part.view_as(params[name])

@@ -1,0 +1,192 @@
+"""What every operator says about itself: its legal splits, what it needs, holds and computes.
+
+Planner, simulator and runtime all read this one description. A strategy is stateless; everything
+it says is a function of a `Split`, i.e. of a layer, its config and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.box import Box
+from shardwise.config import AXES, AXIS_NAMES, Config
+from shardwise.errors import PlanError
+from shardwise.graph import Layer
+from shardwise.layout import Layout, Ranges, blocks
+
+# The grid axes that split a dimension of this label. Channels of an output are split by filters
+# and input channels together, linearised (P2): x and y then live in the same layout.
+LABEL_AXES = {"n": ("n",), "d": ("d",), "h": ("h",), "w": ("w",), "c": ("f", "c"), ".": ()}
+
+
+@dataclass(frozen=True)
+class Need:
+    """The box of one operand that each rank needs, and what lies beyond the tensor's edge."""
+
+    layout: Layout
+    fill: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A layer under a config, on so many ranks."""
+
+    layer: Layer
+    config: Config
+    world: int
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.config.coordinates(self.world)
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        return self.coordinates["n"] >= 0
+
+    def degree(self, *axes: str) -> int:
+        return prod(getattr(self.config, axis) for axis in axes)
+
+    def ranges(self, size: int, *axes: str) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        index = np.zeros(self.world, dtype=np.int64)
+        for axis in axes:
+            index = index * self.degree(axis) + self.coordinates[axis]
+        return blocks(size, self.degree(*axes))[np.where(self.used, index, 0)] * self.used[:, None]
+
+    def dim_ranges(self, dim: int) -> Ranges:
+        """Each rank's range of one dimension of the output."""
+        return self.ranges(self.layer.shape[dim], *LABEL_AXES[self.layer.dims[dim]])
+
+    def dim_degree(self, dim: int) -> int:
+        return self.degree(*LABEL_AXES[self.layer.dims[dim]])
+
+    def whole(self, size: int) -> Ranges:
+        """The whole range, on the ranks that are used."""
+        return np.outer(self.used, [0, size])
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's share of a layer, with what `run` may ask of the runtime."""
+
+    layer: Layer
+    config: Config
+    output: Box  # of the partial result where there is one
+    needs: tuple[Box, ...]
+    sums: Box | None = None  # of the statistics that are summed inside the layer
+    sum: Callable[[torch.Tensor], torch.Tensor] | None = None  # sums them over the ranks
+    module: Any = None
+
+    @property
+    def attrs(self) -> Any:
+        return self.layer.attrs
+
+    def is_split(self, dim: int) -> bool:
+        """Whether this dimension of the output is cut at all."""
+        degree = prod(getattr(self.config, a) for a in LABEL_AXES[self.layer.dims[dim]])
+        return degree > 1
+
+    def tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The operands in the operator's fixed order, None for those left out."""
+        present = iter(tensors)
+        return [next(present) if there else None for there in self.attrs["present"]]
+
+
+class Strategy:
+    """An operator whose output is split by its own labels; a base for all others."""
+
+    joint_channels = True  # f and c split the same dimension, so their product is limited
+    draws = False  # uses random numbers, which every rank must draw to stay in step
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        """The axes that may split this layer and their largest degrees."""
+        limits = {}
+        for size, label in zip(layer.shape, layer.dims, strict=True):
+            for axis in LABEL_AXES[label]:
+                limits[axis] = size
+        return limits
+
+    def output(self, split: Split) -> Layout:
+        """The partition of the output."""
+        ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
+        return Layout.of(split.layer.shape, ranges)
+
+    def partial(self, split: Split) -> Layout | None:
+        """The cover of partial results that are summed into `output`, if there are any."""
+        return None
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        """What each rank needs of each operand."""
+        raise NotImplementedError
+
+    def sums(self, split: Split) -> Layout | None:
+        """The cover of statistics summed inside the layer, in forward and in backward."""
+        return None
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The local computation: from the needed boxes to the box of the output."""
+        raise NotImplementedError
+
+    def flops(self, split: Split) -> np.ndarray:
+        """Forward floating-point operations per rank; [world]."""
+        return (self.partial(split) or self.output(split)).numels.astype(float)
+
+    def check(self, layer: Layer, config: Config, world: int) -> None:
+        """Raises where this config cannot split this layer."""
+        legal = self.axes(layer)
+        for axis, degree in zip(AXES, config.degrees, strict=True):
+            if degree == 1 or axis == "n" and axis in legal:  # a batch may be smaller than n
+                continue
+            if axis not in legal:
+                allowed = ", ".join(f"{a} up to {k}" for a, k in legal.items() if a != "n")
+                allowed = ", ".join(filter(None, ["n" if "n" in legal else "", allowed]))
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}) cannot be split over {AXIS_NAMES[axis]} "
+                    f"({axis}={degree}); legal: {allowed or 'one worker'}"
+                )
+            if degree > legal[axis]:
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}): {axis}={degree} is larger than its "
+                    f"{legal[axis]} {AXIS_NAMES[axis]}; legal: {axis} from 1 to {legal[axis]}"
+                )
+        if max(config.ranks) >= world:
+            raise PlanError(
+                f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
+                f"workers; legal: 0 to {world - 1}"
+            )
+        joint = LABEL_AXES["c"]
+        if "c" in layer.dims and "c" in legal and self.joint_channels:
+            degree, size = config.f * config.c, layer.shape[layer.dims.index("c")]
+            if degree > size:
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}): {' x '.join(joint)} = {degree} is larger "
+                    f"than its {size} channels"
+                )
+
+
+
+def whole(split: Split, shape: tuple[int, ...]) -> Layout:
+    """Every used rank needs the whole operand."""
+    return Layout.of(shape, [split.whole(size) for size in shape])
+
+
+def broadcast(split: Split, shape: tuple[int, ...]) -> Layout:
+    """What an output box needs of an operand that is broadcast against the output."""
+    lead = len(split.layer.shape) - len(shape)
+    ranges = [
+        split.whole(1) if size == 1 else split.dim_ranges(lead + dim)
+        for dim, size in enumerate(shape)
+    ]
+    return Layout.of(shape, ranges)
+
+
+def narrow(tensor: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+    """The part `wanted` of a tensor that holds `held`; the tensor itself if they are the same."""
+    return tensor if held == wanted else tensor[wanted.slices_in(held)]

@@ -1,0 +1,246 @@
+"""Normalisation with the statistics of the global tensor, whatever the split.
+
+Every norm here is the same computation over another grouping of elements: `project` sums a tensor
+over each group, `expand` spreads one value per group over its elements. Ranks that hold parts of a
+group add up their sums (`Local.sum`): one message of two numbers per group, in each direction.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from shardwise.errors import ShardwiseError
+from shardwise.layout import Layout, Ranges
+from shardwise.strategies.base import Local, Need, Split, Strategy
+from shardwise.strategies.pointwise import is_active
+
+
+class Grouping:
+    """How the elements of a local block fall into groups that share their statistics."""
+
+    def __init__(self, dims: tuple[int, ...], shape: tuple[int, ...], groups: Any = None) -> None:
+        self.dims = dims  # summed over
+        self.kept = [1 if dim in dims else size for dim, size in enumerate(shape)]
+        self.groups = groups  # a one-hot [channels, groups], where channels share statistics
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        sums = x.sum(self.dims, keepdim=True, dtype=torch.float64).flatten(1)
+        return sums if self.groups is None else sums @ self.groups
+
+    def expand(self, stats: torch.Tensor) -> torch.Tensor:
+        values = stats if self.groups is None else stats @ self.groups.T
+        return values.view(self.kept)
+
+    def moments(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum and sum of squares per group, in float64 so that they can be added safely; [2, ...].
+
+        The local mean and variance are computed first: squares of float32 are never summed.
+        """
+        if x.numel() == 0:
+            zeros = x.new_zeros([self.kept[0], prod(self.kept[1:])], dtype=torch.float64)
+            return torch.stack([zeros if self.groups is None else zeros @ self.groups] * 2)
+        count = prod(x.shape[dim] for dim in self.dims)
+        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        mean, var = mean.double().flatten(1), var.double().flatten(1)
+        sums = torch.stack([mean * count, (var + mean * mean) * count])
+        return sums if self.groups is None else sums @ self.groups
+
+
+class Normalize(torch.autograd.Function):
+    """y = (x - mean) * rstd * weight + bias, with mean and rstd over groups that span ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, grouping, count, eps, total):  # type: ignore[no-untyped-def]
+        sums = total(grouping.moments(x))
+        mean = sums[0] / count
+        var = (sums[1] / count - mean * mean).clamp_min(0)
+        rstd = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias = bias is not None
+        ctx.grouping, ctx.count, ctx.total = grouping, count, total
+        ctx.mark_non_differentiable(mean, var)
+        scale = grouping.expand(rstd).to(x.dtype)
+        y = (x - grouping.expand(mean).to(x.dtype)) * scale
+        if weight is not None:
+            y = torch.addcmul(bias, y, weight) if bias is not None else y * weight
+        return y, mean, var
+
+    @staticmethod
+    def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
+        x, weight, mean, rstd = ctx.saved_tensors
+        grouping, count = ctx.grouping, ctx.count
+        scale = grouping.expand(rstd).to(x.dtype)
+        normal = (x - grouping.expand(mean).to(x.dtype)) * scale
+        dw = db = None
+        if weight is not None:
+            dw = (dy * normal).sum_to_size(weight.shape)
+            db = dy.sum_to_size(weight.shape) if ctx.bias else None
+            dy = dy * weight
+        sums = torch.stack([grouping.project(dy), grouping.project(dy * normal)])
+        means = ctx.total(sums) / count
+        first, second = (grouping.expand(m).to(x.dtype) for m in means)
+        dx = (dy - first - normal * second) * scale
+        return dx, dw, db, None, None, None, None
+
+
+class Norm(Strategy):
+    """What the four norms share. Subclasses say what is summed and where parameters lie."""
+
+    def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
+        """Where the blocks of weight and bias lie."""
+        return Layout.of(shape, [split.dim_ranges(1)])
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        x, *params = split.layer.operands
+        return Need(self.output(split)), *(Need(self.parameter(split, p.shape)) for p in params)
+
+    def normalize(
+        self, local: Local, x: torch.Tensor, weight: Any, bias: Any, grouping: Grouping, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if weight is not None:
+            shape = self.weight_view(x, weight)
+            weight = weight.view(shape)
+            bias = bias.view(shape) if bias is not None else None
+        args = (grouping, count, local.attrs["eps"], local.sum)
+        return Normalize.apply(x, weight, bias, *args)  # type: ignore[return-value]
+
+    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+        return [1, -1, *[1] * (x.ndim - 2)]
+
+    def flops(self, split: Split) -> np.ndarray:
+        return 8.0 * self.output(split).numels
+
+
+class BatchNorm(Norm):
+    """Statistics per channel over samples and space; they and the parameters follow the channels."""
+
+    def sums(self, split: Split) -> Layout | None:
+        axes = [a for a in ("n", "d", "h", "w") if split.degree(a) > 1]
+        if not axes:
+            return None
+        channels = split.layer.shape[1]
+        return Layout.of((2, 1, channels), [split.whole(2), split.whole(1), split.dim_ranges(1)])
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias, mean, var = local.tensors(tensors)
+        assert x is not None
+        training = is_active(local)
+        count = prod(local.layer.shape) // local.layer.shape[1]
+        if training and count <= 1:
+            raise ShardwiseError(
+                f"layer {local.layer.name!r}: batch norm needs more than one value per channel in "
+                f"training, and got input {'x'.join(map(str, local.layer.shape))}"
+            )
+        momentum = self._momentum(local) if training else 0.0
+        if not training and x.numel() == 0:
+            return x
+        if not training or local.sums is None:
+            return functional.batch_norm(
+                x, mean, var, weight, bias, training, momentum, local.attrs["eps"]
+            )
+        if x.numel() == 0:  # no samples here, yet the statistics of this rank's channels move on
+            x = x.reshape(0, local.sums.shape[2], *[1] * (x.ndim - 2))
+        dims = (0, *range(2, x.ndim))
+        grouping = Grouping(dims, tuple(x.shape))
+        y, batch_mean, batch_var = self.normalize(local, x, weight, bias, grouping, count)
+        if mean is not None and var is not None:
+            with torch.no_grad():
+                mean.lerp_(batch_mean.view(-1).to(mean), momentum)
+                var.lerp_((batch_var.view(-1) * (count / (count - 1))).to(var), momentum)
+        return y.reshape(local.output.shape)
+
+    @staticmethod
+    def _momentum(local: Local) -> float:
+        """The weight of this batch in the running statistics; None means a plain average."""
+        module = local.module
+        tracked = getattr(module, "num_batches_tracked", None)
+        momentum = getattr(module, "momentum", 0.1)
+        if momentum is None:
+            return 1.0 / max(1.0, float(tracked))  # type: ignore[arg-type]
+        return momentum
+
+
+class InstanceNorm(Norm):
+    """Statistics per sample and channel, over space."""
+
+    def sums(self, split: Split) -> Layout | None:
+        if split.degree("d", "h", "w") == 1:
+            return None
+        shape = (2, *split.layer.shape[:2])
+        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), split.dim_ranges(1)])
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = local.tensors(tensors)
+        assert x is not None
+        if local.sums is None:
+            eps = local.attrs["eps"]
+            return functional.instance_norm(x, None, None, weight, bias, True, 0.0, eps)
+        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape))
+        count = prod(local.layer.shape[2:])
+        return self.normalize(local, x, weight, bias, grouping, count)[0]
+
+
+class GroupNorm(Norm):
+    """Statistics per sample and group of channels; blocks of channels may cut a group."""
+
+    def group_ranges(self, split: Split) -> Ranges:
+        channels = split.dim_ranges(1)
+        per_group = split.layer.shape[1] // split.layer.attrs["groups"]
+        return np.stack([channels[:, 0] // per_group, -(-channels[:, 1] // per_group)], axis=1)
+
+    def sums(self, split: Split) -> Layout | None:
+        channels, groups = split.layer.shape[1], split.layer.attrs["groups"]
+        aligned = groups % split.dim_degree(1) == 0
+        if split.degree("d", "h", "w") == 1 and (aligned or split.dim_degree(1) == 1):
+            return None
+        assert channels % groups == 0
+        shape = (2, split.layer.shape[0], groups)
+        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), self.group_ranges(split)])
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = local.tensors(tensors)
+        assert x is not None
+        per_group = local.layer.shape[1] // local.attrs["groups"]
+        if local.sums is None:
+            groups = x.shape[1] // per_group
+            return functional.group_norm(x, groups, weight, bias, local.attrs["eps"])
+        start, stop = local.output.starts[1], local.output.stops[1]
+        index = torch.arange(start, stop, device=x.device) // per_group - start // per_group
+        one_hot = functional.one_hot(index, -(-stop // per_group) - start // per_group).double()
+        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), one_hot)
+        count = per_group * prod(local.layer.shape[2:])
+        return self.normalize(local, x, weight, bias, grouping, count)[0]
+
+
+class LayerNorm(Norm):
+    """Statistics over the last dimensions, for each index of the leading ones."""
+
+    def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
+        lead = len(split.layer.shape) - len(shape)
+        return Layout.of(shape, [split.dim_ranges(lead + dim) for dim in range(len(shape))])
+
+    def sums(self, split: Split) -> Layout | None:
+        lead = len(split.layer.shape) - split.layer.attrs["num_dims"]
+        if all(split.dim_degree(dim) == 1 for dim in range(lead, len(split.layer.shape))):
+            return None
+        shape = (2, *split.layer.shape[:lead])
+        return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = local.tensors(tensors)
+        assert x is not None
+        num_dims = local.attrs["num_dims"]
+        lead = x.ndim - num_dims
+        if local.sums is None:
+            return functional.layer_norm(x, x.shape[lead:], weight, bias, local.attrs["eps"])
+        grouping = Grouping(tuple(range(lead, x.ndim)), tuple(x.shape))
+        count = prod(local.layer.shape[lead:])
+        return self.normalize(local, x, weight, bias, grouping, count)[0]
+
+    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+        return list(weight.shape)

@@ -1,0 +1,101 @@
+"""Operators that compute each output element from the same place of their operands."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.graph import Layer
+from shardwise.layout import Layout
+from shardwise.strategies.base import Local, Need, Split, Strategy, broadcast
+
+
+class Input(Strategy):
+    """A tensor the user gives; its config says which part each rank reads from the data set."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        return ()
+
+
+class Pointwise(Strategy):
+    """Unary and broadcasting operators, called as they are on the local parts."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        return tuple(Need(broadcast(split, o.shape)) for o in split.layer.operands)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        result = local.layer.call(tensors)
+        return result if result.ndim else result.reshape(1)
+
+
+class PReLU(Pointwise):
+    """A slope per channel, or one for all; the slope is not broadcast from the right."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        x, weight = split.layer.operands
+        size = weight.shape[0]
+        slopes = split.whole(1) if size == 1 else split.dim_ranges(1)
+        return Need(broadcast(split, x.shape)), Need(Layout.of(weight.shape, [slopes]))
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.prelu(*tensors)
+
+
+class Expand(Pointwise):
+    """Broadcasting to a larger shape."""
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].expand(local.output.shape)
+
+
+class Dropout(Pointwise):
+    """Dropout whose mask does not depend on the split.
+
+    Every rank draws the mask of the whole tensor, as one device would, and uses its own part.
+    Ranks with the same seed therefore compute exactly what one device computes.
+    """
+
+    draws = True
+    feature = False  # whole channels are dropped
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        (x,) = tensors
+        p = local.attrs["p"]
+        if not is_active(local) or p == 0:
+            return x
+        shape = local.layer.shape
+        if self.feature:
+            shape = shape[:2] + (1,) * (len(shape) - 2)
+        order = local.attrs["order"]
+        mask = torch.empty_permuted(shape, order, dtype=torch.bool, device=x.device)
+        mask.bernoulli_(1 - p)
+        box = local.output.slices_in(local.output.whole(local.layer.shape))
+        mask = mask[box[:2]] if self.feature else mask[box]
+        return x * mask * (1 / (1 - p) if p < 1 else 0.0)
+
+
+class FeatureDropout(Dropout):
+    feature = True
+
+
+def is_active(local: Local) -> bool:
+    """Whether a layer with two modes behaves as in training."""
+    return local.attrs["always"] or local.module.training
+
+
+class Opaque(Strategy):
+    """An operator with no strategy: it runs whole, on one worker."""
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        return {}
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        ranks = split.config.ranks
+        return tuple(Need(Layout.on(o.shape, split.world, ranks)) for o in split.layer.operands)
+
+    def output(self, split: Split) -> Layout:
+        return Layout.on(split.layer.shape, split.world, split.config.ranks)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        result = local.layer.call(tensors)
+        item = local.attrs["item"]
+        return (result if item is None else result[item]).reshape(local.layer.shape)

@@ -1,0 +1,234 @@
+"""Moving a tensor from one layout to another.
+
+There is one rule: rank r sends to rank q what r's source box and q's target box have in common,
+and what arrives at the same place is added. From a partition to a cover that is a Gather (halo
+exchange, allgather, re-sharding); from a cover to a partition a Reduce (reduce-scatter); from a
+cover to itself a Sum (allreduce). The transpose of a transfer is the transfer back, so the backward
+of a Gather is a Reduce and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+
+from shardwise.box import Box
+from shardwise.comm import Communicator
+from shardwise.layout import Layout
+
+Slices = tuple[slice, ...]
+Kind = Literal[
+    "identity", "local", "messages", "all_gather", "reduce_scatter", "all_to_all", "all_reduce"
+]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of this rank's tensor that goes to, or comes from, a peer."""
+
+    peer: int
+    slices: Slices
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank does in a transfer."""
+
+    kind: Kind
+    source: Box
+    target: Box
+    group: tuple[int, ...] = ()
+    sends: tuple[Piece, ...] = ()
+    receives: tuple[Piece, ...] = ()
+    own: tuple[Slices, Slices] | None = None  # from the source, to the target
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """From the boxes of `source` to those of `target`; outside the tensor lies `fill`."""
+
+    source: Layout
+    target: Layout
+    fill: float = 0.0
+
+    def transpose(self) -> Transfer:
+        """The transfer that carries gradients back."""
+        return Transfer(self.target, self.source)
+
+    @cached_property
+    def messages(self) -> np.ndarray:
+        """Elements that rank r sends to rank q; int64 [world, world], zero on the diagonal."""
+        overlaps = self.source.overlaps(self.target)
+        np.fill_diagonal(overlaps, 0)
+        return overlaps
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Nothing moves and every rank keeps what it has."""
+        same = np.array_equal(self.source.bounds, self.target.bounds)
+        return same and not self.messages.any()
+
+    @cached_property
+    def components(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that exchange messages with each other, directly or indirectly."""
+        linked = (self.messages + self.messages.T) > 0
+        left, found = linked.any(axis=1), []
+        while left.any():
+            reached = np.zeros_like(left)
+            reached[np.flatnonzero(left)[0]] = True
+            while ((grown := reached | linked[reached].any(axis=0)) != reached).any():
+                reached = grown
+            found.append(tuple(np.flatnonzero(reached).tolist()))
+            left &= ~reached
+        return tuple(found)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that run a collective of the backend."""
+        return tuple(g for g in self.components if _kind(self, g) != "messages")
+
+    def start(self, x: torch.Tensor, comm: Communicator) -> Callable[[], torch.Tensor]:
+        """Begins the transfer of this rank's part; the result waits for it."""
+        return _start(route(self, comm.rank), x, self.fill, not self.source.is_partition, comm)
+
+    def __call__(self, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        return self.start(x, comm)()
+
+
+@lru_cache(maxsize=65536)
+def route(transfer: Transfer, rank: int) -> Route:
+    """What this rank sends and receives, compiled once."""
+    source, target = transfer.source[rank], transfer.target[rank]
+    to, by = transfer.messages[rank], transfer.messages[:, rank]
+    if not to.any() and not by.any():
+        if source == target:
+            return Route("identity", source, target)
+        if source.contains(target):
+            own = target.slices_in(source) if not target.empty else None
+            return Route("local", source, target, own=(own, own) if own else None)
+    sends = tuple(_piece(peer, source, transfer.target[peer]) for peer in np.flatnonzero(to))
+    receives = tuple(_piece(peer, target, transfer.source[peer]) for peer in np.flatnonzero(by))
+    common = source.intersect(target)
+    own = None if common.empty else (common.slices_in(source), common.slices_in(target))
+    group = next((g for g in transfer.components if rank in g), (rank,))
+    kind = _kind(transfer, group)
+    return Route(kind, source, target, group, sends, receives, own)
+
+
+def _piece(peer: np.integer, mine: Box, theirs: Box) -> Piece:
+    common = mine.intersect(theirs)
+    return Piece(int(peer), common.slices_in(mine), common.shape)
+
+
+def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
+    """The collective of the backend that does the same as this group's messages, if there is one."""
+    members = list(group)
+    if len(members) < 2:
+        return "messages"
+    sources, targets = transfer.source.bounds[members], transfer.target.bounds[members]
+    same_source, same_target = (sources == sources[0]).all(), (targets == targets[0]).all()
+    equal_sources = len(np.unique(sources[..., 1] - sources[..., 0], axis=0)) == 1
+    equal_targets = len(np.unique(targets[..., 1] - targets[..., 0], axis=0)) == 1
+    among = transfer.messages[np.ix_(members, members)]
+    dense = (among + np.eye(len(members)) > 0).all()
+    if same_source and same_target and (sources == targets).all():
+        return "all_reduce"
+    if same_target and equal_sources and dense and _disjoint(transfer.source, members):
+        return "all_gather"
+    if same_source and equal_targets and dense and _disjoint(transfer.target, members):
+        return "reduce_scatter"
+    return "all_to_all" if dense and len(members) > 2 else "messages"
+
+
+def _disjoint(layout: Layout, members: list[int]) -> bool:
+    overlaps = layout.overlaps(layout)[np.ix_(members, members)]
+    return not (overlaps - np.diag(np.diag(overlaps))).any()
+
+
+def _start(
+    route: Route, x: torch.Tensor, fill: float, additive: bool, comm: Communicator
+) -> Callable[[], torch.Tensor]:
+    if route.kind == "identity":
+        return lambda: x
+    if route.kind == "local":
+        y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
+        return lambda: y
+    if route.kind == "all_reduce":
+        y = x.clone(memory_format=torch.contiguous_format)
+        summed = comm.all_reduce(route.group, y)
+        return lambda: (summed.wait(), y)[1]
+    if route.kind == "reduce_scatter":
+        y = x.new_empty(route.target.shape)
+        outgoing = _by_rank(route, [x[piece.slices].contiguous() for piece in route.sends])
+        outgoing[route.group.index(comm.rank)] = x[route.own[0]].contiguous()  # type: ignore[index]
+        reduced = comm.reduce_scatter(route.group, y, outgoing)
+        return lambda: (reduced.wait(), y)[1]
+    return _pieces(route, x, fill, additive, comm)
+
+
+def _by_rank(route: Route, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor per rank of the group; a rank's own place is still free (empty)."""
+    found = {piece.peer: t for piece, t in zip(route.sends, tensors, strict=True)}
+    none = tensors[0].new_empty(0)
+    return [found.get(rank, none) for rank in route.group]
+
+
+def _pieces(
+    route: Route, x: torch.Tensor, fill: float, additive: bool, comm: Communicator
+) -> Callable[[], torch.Tensor]:
+    """Transfers whose pieces are put (or added) into a new tensor one by one."""
+    arrived = [x.new_empty(piece.shape) for piece in route.receives]
+    if route.kind == "all_gather":
+        parts = {piece.peer: part for piece, part in zip(route.receives, arrived, strict=True)}
+        mine = torch.empty_like(x, memory_format=torch.contiguous_format)
+        everyone = [parts.get(rank, mine) for rank in route.group]
+        pending = comm.all_gather(route.group, everyone, x.contiguous())
+    else:
+        outgoing = [x[piece.slices].contiguous() for piece in route.sends]
+        if route.kind == "all_to_all":
+            received = {p.peer: part for p, part in zip(route.receives, arrived, strict=True)}
+            buffers = [received.get(rank, x.new_empty(0)) for rank in route.group]
+            pending = comm.all_to_all(route.group, buffers, _by_rank(route, outgoing))
+        else:
+            sends = [(p.peer, t) for p, t in zip(route.sends, outgoing, strict=True)]
+            receives = [(p.peer, t) for p, t in zip(route.receives, arrived, strict=True)]
+            pending = comm.exchange(sends, receives)
+    y = _new_target(route, x, fill, additive)
+    if route.own is not None:
+        y[route.own[1]] = x[route.own[0]]
+
+    def finish() -> torch.Tensor:
+        pending.wait()
+        for piece, part in zip(route.receives, arrived, strict=True):
+            if additive:
+                y[piece.slices] += part
+            else:
+                y[piece.slices] = part
+        return y
+
+    return finish
+
+
+def _new_target(route: Route, x: torch.Tensor, fill: float, additive: bool) -> torch.Tensor:
+    """The tensor for the target box: zero where parts are added, `fill` outside the tensor."""
+    shape, channels_last = route.target.shape, torch.channels_last
+    if x.ndim == 5:
+        channels_last = torch.channels_last_3d
+    keep = x.ndim in (4, 5) and x.is_contiguous(memory_format=channels_last)
+    memory_format = channels_last if keep and not x.is_contiguous() else torch.contiguous_format
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    if additive:
+        return y.zero_()
+    covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
+    held = sum(_numel(slices) for slices in covered)
+    return y if held == y.numel() else y.fill_(fill)
+
+
+def _numel(slices: Slices) -> int:
+    return int(np.prod([s.stop - s.start for s in slices], dtype=np.int64))

@@ -1,0 +1,205 @@
+"""Small modules, one per operator (or way of using it), with an input shape of uneven sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class ChannelShuffle(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+class ChunkAndCat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [part * (i + 1) for i, part in enumerate(x.chunk(3, 1))]
+        return torch.cat(parts[::-1], 1)
+
+
+class Means(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean((2, 3), keepdim=True) + x.mean(1, keepdim=True) + x.sum((0, 2, 3))[:, None, None]
+
+
+class Extremes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.amax((1, 2), keepdim=True) + x.mean()
+
+
+class Crop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(x, (1, 2, -1, 3), value=2.0)
+
+
+class Select(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x[:, 2], x[:, ::3][:, 1]
+        return torch.stack([first, second], 1) + x[:, 1:3]
+
+
+class Flip(nn.Module):
+    """Has no strategy: one worker computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.flip(self.conv(x), [2]) * 2
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(8, 3, 1), nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = functional.adaptive_avg_pool2d(x, 1)
+        return x * torch.sigmoid(self.up(functional.silu(self.down(scale))))
+
+
+class Residual(nn.Module):
+    """In-place operators on tensors that others read later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.relu_(self.norm(self.conv1(x)))
+        z = self.conv2(y)
+        z += y
+        return functional.relu(z, inplace=True) + x
+
+
+class Shared(nn.Module):
+    """One parameter in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(6, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(self.conv(x) * self.scale) * self.scale
+
+
+class ChannelsLastNorm(nn.Module):
+    """Layer norm and a linear layer on permuted tensors, as ConvNeXt does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.gelu(self.linear(self.norm(x.permute(0, 2, 3, 1))))
+        return y.permute(0, 3, 1, 2)
+
+
+class WeightStandardised(nn.Module):
+    """A weight that is computed, not stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return functional.conv2d(x, weight, None, 1, 1)
+
+
+class Heads(nn.Module):
+    """Two outputs, one of them used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(3, 6, 3), nn.Linear(6, 5), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.stem(x)
+        logits = self.a(y.mean((2, 3)))
+        return {"logits": logits, "map": self.b(y), "softmax": logits.log_softmax(1)}
+
+
+class FrozenStem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)
+        self.stem.requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(-1, 1, 6, dtype=torch.float64).view(6, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.stem(x) + self.shift).tanh())
+
+
+OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "conv": (nn.Conv2d(6, 8, 3, padding=1), (5, 6, 11, 9)),
+    "conv stride 2": (nn.Conv2d(6, 9, 3, 2, padding=1), (5, 6, 11, 9)),
+    "conv dilated": (nn.Conv2d(6, 9, 3, 1, 2, 2), (2, 6, 11, 9)),
+    "conv even kernel": (nn.Conv2d(5, 7, (4, 2), (3, 1), (1, 0)), (3, 5, 13, 7)),
+    "conv stride over kernel": (nn.Conv2d(5, 7, 2, 3), (3, 5, 13, 10)),
+    "conv groups": (nn.Conv2d(6, 9, 3, 1, 1, groups=3), (2, 6, 11, 9)),
+    "conv depthwise": (nn.Conv2d(6, 12, 3, 1, 1, groups=6), (2, 6, 11, 9)),
+    "conv same": (nn.Conv2d(6, 6, 4, padding="same"), (2, 6, 11, 9)),
+    "conv circular": (nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular"), (2, 6, 11, 9)),
+    "conv reflect": (nn.Conv2d(6, 6, 5, padding=2, padding_mode="reflect"), (2, 6, 11, 9)),
+    "conv replicate": (nn.Conv2d(6, 6, 5, padding=2, padding_mode="replicate"), (2, 6, 11, 9)),
+    "conv 1d": (nn.Conv1d(5, 4, 3, 2, 1), (3, 5, 17)),
+    "conv 3d": (nn.Conv3d(3, 4, 3, 2, 1), (2, 3, 7, 6, 5)),
+    "conv transpose": (nn.ConvTranspose2d(6, 8, 3, 2, 1, 1), (3, 6, 5, 7)),
+    "conv transpose k3 s1 p1": (nn.ConvTranspose2d(6, 8, 3, 1, 1), (3, 6, 5, 7)),
+    "conv transpose k2 s3": (nn.ConvTranspose2d(6, 4, 2, 3, 0, 2), (3, 6, 5, 7)),
+    "conv transpose groups": (nn.ConvTranspose2d(6, 8, 3, 2, 1, groups=2), (3, 6, 5, 7)),
+    "conv transpose 3d": (nn.ConvTranspose3d(4, 3, 2, 2), (2, 4, 3, 4, 5)),
+    "linear": (nn.Linear(7, 10), (5, 7)),
+    "linear 3d": (nn.Linear(7, 10, bias=False), (5, 6, 7)),
+    "batch norm": (nn.BatchNorm2d(6), (5, 6, 7, 8)),
+    "batch norm 1d": (nn.BatchNorm1d(6, momentum=None), (5, 6)),
+    "batch norm plain": (nn.BatchNorm3d(4, affine=False, track_running_stats=False), (2, 4, 3, 5, 4)),
+    "group norm": (nn.GroupNorm(3, 9), (5, 9, 7, 8)),
+    "instance norm": (nn.InstanceNorm2d(6, affine=True), (5, 6, 7, 8)),
+    "layer norm": (nn.LayerNorm((6, 8)), (5, 7, 6, 8)),
+    "layer norm last": (nn.LayerNorm(8), (5, 7, 6, 8)),
+    "max pool": (nn.MaxPool2d(3, 2, 1), (3, 4, 11, 9)),
+    "max pool ceil": (nn.MaxPool2d(3, 2, 1, ceil_mode=True), (3, 4, 11, 10)),
+    "max pool dilated": (nn.MaxPool2d(2, 1, 0, 2), (3, 4, 11, 10)),
+    "max pool 3d": (nn.MaxPool3d(2), (2, 4, 6, 5, 7)),
+    "avg pool": (nn.AvgPool2d(3, 2, 1), (3, 4, 11, 9)),
+    "avg pool ceil": (
+        nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+        (3, 4, 11, 10),
+    ),
+    "avg pool 1d": (nn.AvgPool1d(3, 2, 1), (3, 4, 11)),
+    "adaptive avg pool": (nn.AdaptiveAvgPool2d((4, 3)), (3, 4, 11, 9)),
+    "global avg pool": (nn.AdaptiveAvgPool2d(1), (3, 4, 11, 9)),
+    "adaptive max pool": (nn.AdaptiveMaxPool2d((4, 3)), (3, 4, 11, 9)),
+    "bilinear": (nn.Upsample(scale_factor=2, mode="bilinear"), (3, 4, 5, 6)),
+    "bilinear aligned": (nn.Upsample(size=(7, 11), mode="bilinear", align_corners=True), (3, 4, 5, 6)),
+    "trilinear": (nn.Upsample(scale_factor=2, mode="trilinear"), (2, 3, 4, 3, 5)),
+    "nearest": (nn.Upsample(size=(7, 11)), (3, 4, 5, 6)),
+    "prelu": (nn.PReLU(6), (3, 6, 5, 6)),
+    "flatten": (nn.Flatten(), (3, 5, 4, 3)),
+    "softmax": (nn.Softmax(1), (3, 8, 5, 4)),
+    "dropout": (nn.Dropout(0.3), (3, 8, 5, 4)),
+    "dropout 2d": (nn.Dropout2d(0.3), (3, 8, 5, 4)),
+    "pixel shuffle": (nn.PixelShuffle(2), (3, 8, 5, 4)),
+    "reflection pad": (nn.ReflectionPad2d((2, 1, 3, 0)), (3, 8, 5, 4)),
+    "channel shuffle": (ChannelShuffle(), (3, 6, 5, 4)),
+    "chunk and cat": (ChunkAndCat(), (3, 8, 5, 4)),
+    "means": (Means(), (3, 8, 5, 4)),
+    "extremes": (Extremes(), (3, 8, 5, 4)),
+    "crop": (Crop(), (3, 8, 5, 4)),
+    "select": (Select(), (3, 8, 5, 4)),
+    "no strategy": (Flip(), (3, 8, 5, 4)),
+    "squeeze-excite": (SqueezeExcite(), (3, 8, 5, 4)),
+    "residual": (Residual(), (3, 6, 7, 5)),
+    "shared parameter": (Shared(), (3, 6, 7, 5)),
+    "channels-last norm": (ChannelsLastNorm(), (3, 8, 5, 4)),
+    "computed weight": (WeightStandardised(), (3, 4, 6, 5)),
+    "several outputs": (Heads(), (5, 3, 8, 7)),
+    "frozen parameters": (FrozenStem(), (3, 3, 8, 7)),
+}

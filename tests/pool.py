@@ -1,0 +1,98 @@
+"""A pool of worker processes, started once and used by all tests.
+
+Starting ranks per test is what makes such suites slow, so there is one pool per world size.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 60.0  # seconds without an answer before the pool is given up
+
+
+def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT / 2)
+    )
+    connection.send(("ready", None))
+    while (job := connection.recv()) is not None:
+        function, args = job
+        try:
+            connection.send(("result", function(*args)))
+        except BaseException:
+            connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class WorkerPool:
+    """Runs functions on all its processes and returns every rank's result."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._connections, self._processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+        self.broken = False
+        self._collect()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(*args) on every rank."""
+        for connection in self._connections:
+            connection.send((function, args))
+        return self._collect()
+
+    def _collect(self) -> list[Any]:
+        ranks = range(len(self._connections))
+        results: dict[int, Any] = {}
+        while len(results) < len(ranks):
+            waiting = {self._connections[r]: r for r in ranks if r not in results}
+            ready = wait(list(waiting), timeout=TIMEOUT)
+            if not ready:
+                self.stop()
+                raise AssertionError(f"ranks {sorted(waiting.values())} do not answer")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                kind, value = connection.recv()
+                if kind == "error":
+                    self.stop()  # the other ranks may wait for this one for ever
+                    raise AssertionError(value)
+                results[waiting[connection]] = value
+        return [results[rank] for rank in ranks]
+
+    def stop(self) -> None:
+        self.broken = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+_pools: dict[int, WorkerPool] = {}
+
+
+def shared_pool(world: int) -> WorkerPool:
+    """The pool of this many ranks, made anew after a failure broke it."""
+    if world not in _pools or _pools[world].broken:
+        _pools[world] = WorkerPool(world)
+    return _pools[world]

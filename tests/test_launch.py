@@ -1,0 +1,127 @@
+"""Local workers: results, errors, and nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.launch import LAUNCHERS, WorkerError, run_local, under_launcher
+
+
+def rank_and_sum(offset: int) -> tuple[int, float]:
+    x = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(x)
+    return dist.get_rank(), x.item()
+
+
+def fail_on_rank_1(error: Exception) -> None:
+    if dist.get_rank() == 1:
+        raise error
+    dist.barrier()
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def write_pid_and_wait(folder: str) -> None:
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
+    dist.barrier()
+    time.sleep(600)
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_local(rank_and_sum, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+    assert not multiprocessing.active_children()
+
+
+def test_one_worker_is_this_process() -> None:
+    assert run_local(own_pid, 1) == [os.getpid()]
+
+
+def test_no_workers_is_an_error() -> None:
+    with pytest.raises(ShardwiseError, match="at least 1"):
+        run_local(own_pid, 0)
+
+
+def test_an_error_of_the_user_is_one_sentence() -> None:
+    with pytest.raises(ShardwiseError) as caught:
+        run_local(fail_on_rank_1, 2, ShardwiseError("the plan is wrong"))
+    assert str(caught.value) == "the plan is wrong"
+
+
+def test_any_other_error_names_the_rank_and_shows_the_traceback() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 of 2 .*fail_on_rank_1.*KeyError: 'x'"):
+        run_local(fail_on_rank_1, 2, KeyError("x"))
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_rank_ends_the_others_within_seconds() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="worker 1 of 3 was killed by SIGKILL"):
+        run_local(die_on_rank_1, 3)
+    assert time.monotonic() - start < 30
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_when_their_parent_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    code = "import sys, test_launch as t; t.run_local(t.write_pid_and_wait, 2, sys.argv[1])"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    assert _eventually(lambda: all(f.exists() and f.read_text() for f in files), 60)
+    parent.send_signal(number)
+    parent.wait(30)
+    assert _eventually(lambda: not any(_alive(int(f.read_text())) for f in files), 10)
+
+
+def test_a_launcher_is_recognised_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in sum(LAUNCHERS, ()):
+        monkeypatch.delenv(name, raising=False)
+    assert not under_launcher()
+    monkeypatch.setenv("SLURM_PROCID", "0")  # a batch script, not a step of srun
+    assert not under_launcher()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert under_launcher()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert not under_launcher()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert under_launcher()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _eventually(condition, seconds: float) -> bool:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
