@@ -27,7 +27,7 @@ class Slot:
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One operator: its operands, its attributes and the tensor it produces.
 
@@ -83,7 +83,7 @@ def fill_slots(template: Any, tensors: list[Any]) -> Any:
     return template
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerGraph:
     """Layers in the order in which they can run, for one batch size.
 
@@ -96,8 +96,8 @@ class LayerGraph:
     outputs: tuple[str, ...]
     batch: int
     training: bool
-    output_spec: Any = field(compare=False, repr=False, default=None)
-    constants: Mapping[str, Any] = field(compare=False, repr=False, default_factory=dict)
+    output_spec: Any = field(repr=False, default=None)
+    constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     batch_is_free: bool = True
 
     @cached_property

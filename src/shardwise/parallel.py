@@ -104,12 +104,14 @@ class ParallelModel(nn.Module):
 
     def _split_tensors(self) -> None:
         """Every tensor becomes this rank's block of rank 0's tensor; ties stay ties."""
-        state, blocks = self._shardwise, {}
-        for name, tensor in _named_tensors(self):
+        state = self._shardwise
+        named = list(_named_tensors(self))
+        unique = {id(tensor): tensor for _, tensor in named}
+        full = dict(zip(unique, _from_root(list(unique.values()), state.comm), strict=True))
+        blocks: dict[int, torch.Tensor] = {}
+        for name, tensor in named:
             if id(tensor) not in blocks:
-                full = tensor.detach().clone()
-                state.comm.broadcast(full).wait()
-                block = _block(full, state.layouts.get(name), state.comm.rank)
+                block = _block(full.pop(id(tensor)), state.layouts.get(name), state.comm.rank)
                 if isinstance(tensor, nn.Parameter):
                     block = nn.Parameter(block, requires_grad=tensor.requires_grad)
                 blocks[id(tensor)] = block
@@ -272,14 +274,14 @@ class ParallelModel(nn.Module):
     def full_gradients(self) -> Tensors:
         """Every parameter's whole gradient, by its original name; all ranks must call it."""
         state, gradients = self._shardwise, {}
+        here = {name for name, param in self.named_parameters() if param.grad is not None}
+        anywhere = set().union(*state.comm.gather_objects(here))
         for name, param in self.named_parameters():
-            here = param.grad is not None
+            if name not in anywhere:
+                continue
+            block = param.grad if param.grad is not None else torch.zeros_like(param)
             layout = state.layouts.get(name)
-            if layout is not None and any(state.comm.gather_objects(here)):
-                block = param.grad if here else torch.zeros_like(param)
-                gradients[name] = _gather(block, layout, state.comm)
-            elif here:
-                gradients[name] = param.grad
+            gradients[name] = block if layout is None else _gather(block, layout, state.comm)
         return gradients
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -375,6 +377,32 @@ def _assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module = root.get_submodule(path)
     table = module._parameters if leaf in module._parameters else module._buffers
     table[leaf] = tensor  # type: ignore[assignment]
+
+
+def _from_root(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
+    """Copies of rank 0's tensors, sent packed: small messages waste bandwidth (P5)."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    kinds = {(t.dtype, t.device) for t in copies}
+    for kind in sorted(kinds, key=str) if comm.size > 1 else ():
+        alike = [t for t in copies if (t.dtype, t.device) == kind]
+        for bucket in _buckets(alike, num_bytes=64 << 20):
+            packed = torch.cat([t.reshape(-1) for t in bucket])
+            comm.broadcast(packed).wait()
+            for t, part in zip(bucket, packed.split([t.numel() for t in bucket]), strict=True):
+                t.copy_(part.view(t.shape))
+    return copies
+
+
+def _buckets(tensors: list[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors of together about this many bytes."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(t.numel() * t.element_size() for t in bucket) >= num_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def _block(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
     """
     uses: dict[str, list[Layout]] = {}
     for layer in graph.layers:
-        split = Split(layer, plan.config(layer, graph), plan.world)
+        split = Split.of(layer, plan.config(layer, graph), plan.world)
         needs = strategy_of(layer).needs(split)
         for operand, need in zip(layer.operands, needs, strict=True):
             if operand.kind in ("param", "buffer"):
@@ -171,7 +171,7 @@ class _Compiler:
     def _groups(self, steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[Any, ...]:
         """All groups of ranks that communicate, in an order that every rank agrees on."""
         transfers = [step.transfer for step in steps if isinstance(step, Move)]
-        transfers += [t.transpose() for t in transfers]
+        transfers += [t.transpose for t in transfers]
         transfers += [op.sums for run in steps if isinstance(run, Run) for op in run.ops if op.sums]
         transfers += [to_all(self.layouts[name]) for name in outputs]
         groups = {group for transfer in transfers for group in transfer.groups}
@@ -183,7 +183,7 @@ class _Compiler:
     def _op(self, layer: Layer) -> Op:
         strategy = strategy_of(layer)
         config = self.plan.config(layer, self.graph)
-        split = Split(layer, config, self.plan.world)
+        split = Split.of(layer, config, self.plan.world)
         needs, partial = strategy.needs(split), strategy.partial(split)
         operands = tuple(
             self._source(operand.kind, operand.name, need)
@@ -216,7 +216,7 @@ class _Compiler:
         """The value of this tensor in the needed layout; the tensor's own if that is the same."""
         if name in self.graph.inputs and name not in self.layouts:
             layer = self.graph[name]
-            split = Split(layer, self.plan.config(layer, self.graph), self.plan.world)
+            split = Split.of(layer, self.plan.config(layer, self.graph), self.plan.world)
             self.layouts[name] = strategy_of(layer).output(split)
         cut = self.whole_inputs and name in self.graph.inputs
         transfer = Transfer(self.layouts[name], need.layout, need.fill)

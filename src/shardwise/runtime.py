@@ -116,7 +116,7 @@ class Runtime:
                 self._run_backward(step, flow, blocks, params)
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
-                back = step.transfer.transpose().start(gradient, self.comm)
+                back = step.transfer.transpose.start(gradient, self.comm)
                 flow.add_later(step.source, back)
             else:
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))

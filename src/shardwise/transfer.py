@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -57,6 +57,7 @@ class Transfer:
     target: Layout
     fill: float = 0.0
 
+    @cached_property
     def transpose(self) -> Transfer:
         """The transfer that carries gradients back."""
         return Transfer(self.target, self.source)
@@ -93,17 +94,26 @@ class Transfer:
         """The groups of ranks that run a collective of the backend."""
         return tuple(g for g in self.components if _kind(self, g) != "messages")
 
+    def route(self, rank: int) -> Route:
+        """What this rank sends and receives, compiled once."""
+        if rank not in self._routes:
+            self._routes[rank] = compile_route(self, rank)
+        return self._routes[rank]
+
+    @cached_property
+    def _routes(self) -> dict[int, Route]:
+        return {}
+
     def start(self, x: torch.Tensor, comm: Communicator) -> Callable[[], torch.Tensor]:
         """Begins the transfer of this rank's part; the result waits for it."""
-        return _start(route(self, comm.rank), x, self.fill, not self.source.is_partition, comm)
+        return _start(self.route(comm.rank), x, self.fill, not self.source.is_partition, comm)
 
     def __call__(self, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
         return self.start(x, comm)()
 
 
-@lru_cache(maxsize=65536)
-def route(transfer: Transfer, rank: int) -> Route:
-    """What this rank sends and receives, compiled once."""
+def compile_route(transfer: Transfer, rank: int) -> Route:
+    """What this rank sends and receives."""
     source, target = transfer.source[rank], transfer.target[rank]
     to, by = transfer.messages[rank], transfer.messages[:, rank]
     if not to.any() and not by.any():
@@ -133,10 +143,9 @@ def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
         return "messages"
     sources, targets = transfer.source.bounds[members], transfer.target.bounds[members]
     same_source, same_target = (sources == sources[0]).all(), (targets == targets[0]).all()
-    equal_sources = len(np.unique(sources[..., 1] - sources[..., 0], axis=0)) == 1
-    equal_targets = len(np.unique(targets[..., 1] - targets[..., 0], axis=0)) == 1
-    among = transfer.messages[np.ix_(members, members)]
-    dense = (among + np.eye(len(members)) > 0).all()
+    equal_sources, equal_targets = _same_shape(sources), _same_shape(targets)
+    among = transfer.messages[members][:, members]
+    dense = np.count_nonzero(among) == len(members) * (len(members) - 1)
     if same_source and same_target and (sources == targets).all():
         return "all_reduce"
     if same_target and equal_sources and dense and _disjoint(transfer.source, members):
@@ -146,9 +155,14 @@ def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
     return "all_to_all" if dense and len(members) > 2 else "messages"
 
 
+def _same_shape(bounds: np.ndarray) -> bool:
+    shapes = bounds[..., 1] - bounds[..., 0]
+    return bool((shapes == shapes[0]).all())
+
+
 def _disjoint(layout: Layout, members: list[int]) -> bool:
-    overlaps = layout.overlaps(layout)[np.ix_(members, members)]
-    return not (overlaps - np.diag(np.diag(overlaps))).any()
+    overlaps = layout.overlaps(layout)[members][:, members]
+    return np.count_nonzero(overlaps) == np.count_nonzero(np.diag(overlaps))
 
 
 def _start(

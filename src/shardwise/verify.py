@@ -69,7 +69,7 @@ def _train(
     """SGD with momentum on a fixed target; yields what there is to compare, step by step."""
     model.train()
     params = list(model.parameters()) or [torch.zeros(1, requires_grad=True)]
-    optimizer = torch.optim.SGD(params, lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
     inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
     for step in range(num_steps):
         torch.manual_seed(step)  # dropout

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -42,6 +42,16 @@ class Split:
     config: Config
     world: int
 
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, layer: Layer, config: Config, world: int) -> Split:
+        """The split, made once: what it computes is remembered with it."""
+        return cls(layer, config, world)
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
+        return {}
+
     @cached_property
     def coordinates(self) -> dict[str, np.ndarray]:
         return self.config.coordinates(self.world)
@@ -55,6 +65,11 @@ class Split:
 
     def ranges(self, size: int, *axes: str) -> Ranges:
         """Each rank's block of `size` indices split over the product of these axes."""
+        if (size, axes) not in self._ranges:
+            self._ranges[size, axes] = self._new_ranges(size, axes)
+        return self._ranges[size, axes]
+
+    def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
         index = np.zeros(self.world, dtype=np.int64)
         for axis in axes:
             index = index * self.degree(axis) + self.coordinates[axis]

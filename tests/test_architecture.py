@@ -1,0 +1,53 @@
+"""Rules of the code base: imports point one way, public names are listed."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import shardwise
+
+SOURCE = pathlib.Path(shardwise.__file__).parent
+DESCRIBE = {"box", "layout", "config", "errors", "graph", "dims", "operators", "capture", "strategies"}
+DECIDE = {"plan"}
+EXECUTE = {"comm", "transfer", "program", "runtime", "parallel"}
+ALLOWED = {
+    "describe": DESCRIBE,
+    "decide": DESCRIBE | DECIDE,
+    "execute": DESCRIBE | DECIDE | EXECUTE,
+}
+
+
+def room(path: pathlib.Path) -> tuple[str, str]:
+    name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    for layer, names in (("describe", DESCRIBE), ("decide", DECIDE), ("execute", EXECUTE)):
+        if name in names:
+            return layer, name
+    return "use", name
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise"):
+            parts = node.module.split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return names
+
+
+def test_imports_point_from_use_to_execute_to_decide_to_describe() -> None:
+    for path in SOURCE.rglob("*.py"):
+        layer, name = room(path)
+        if layer in ALLOWED:
+            wrong = imported(path) - ALLOWED[layer] - {name}
+            assert not wrong, f"{path.name} ({layer}) imports {sorted(wrong)}"
+
+
+def test_the_zoo_imports_nothing_of_the_rest() -> None:
+    for path in (SOURCE / "zoo").glob("*.py"):
+        assert imported(path) <= {"zoo"}, path.name
+
+
+def test_public_names_exist() -> None:
+    for name in shardwise.__all__:
+        assert hasattr(shardwise, name)
