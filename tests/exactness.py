@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pool import shared_pool
 from torch import nn
 
+from pool import shared_pool
 from shardwise.capture import capture
 from shardwise.comm import Communicator
 from shardwise.graph import LayerGraph

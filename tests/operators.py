@@ -21,7 +21,11 @@ class ChunkAndCat(nn.Module):
 
 class Means(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.mean((2, 3), keepdim=True) + x.mean(1, keepdim=True) + x.sum((0, 2, 3))[:, None, None]
+        return (
+            x * x.mean((2, 3), keepdim=True)
+            + x.mean(1, keepdim=True)
+            + x.sum((0, 2, 3))[:, None, None]
+        )
 
 
 class Extremes(nn.Module):
@@ -159,7 +163,10 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear 3d": (nn.Linear(7, 10, bias=False), (5, 6, 7)),
     "batch norm": (nn.BatchNorm2d(6), (5, 6, 7, 8)),
     "batch norm 1d": (nn.BatchNorm1d(6, momentum=None), (5, 6)),
-    "batch norm plain": (nn.BatchNorm3d(4, affine=False, track_running_stats=False), (2, 4, 3, 5, 4)),
+    "batch norm plain": (
+        nn.BatchNorm3d(4, affine=False, track_running_stats=False),
+        (2, 4, 3, 5, 4),
+    ),
     "group norm": (nn.GroupNorm(3, 9), (5, 9, 7, 8)),
     "instance norm": (nn.InstanceNorm2d(6, affine=True), (5, 6, 7, 8)),
     "layer norm": (nn.LayerNorm((6, 8)), (5, 7, 6, 8)),
@@ -178,7 +185,10 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "global avg pool": (nn.AdaptiveAvgPool2d(1), (3, 4, 11, 9)),
     "adaptive max pool": (nn.AdaptiveMaxPool2d((4, 3)), (3, 4, 11, 9)),
     "bilinear": (nn.Upsample(scale_factor=2, mode="bilinear"), (3, 4, 5, 6)),
-    "bilinear aligned": (nn.Upsample(size=(7, 11), mode="bilinear", align_corners=True), (3, 4, 5, 6)),
+    "bilinear aligned": (
+        nn.Upsample(size=(7, 11), mode="bilinear", align_corners=True),
+        (3, 4, 5, 6),
+    ),
     "trilinear": (nn.Upsample(scale_factor=2, mode="trilinear"), (2, 3, 4, 3, 5)),
     "nearest": (nn.Upsample(size=(7, 11)), (3, 4, 5, 6)),
     "prelu": (nn.PReLU(6), (3, 6, 5, 6)),

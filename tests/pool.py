@@ -73,7 +73,10 @@ class WorkerPool:
                 raise AssertionError(f"ranks {sorted(waiting.values())} do not answer")
             for connection in ready:
                 assert isinstance(connection, Connection)
-                kind, value = connection.recv()
+                try:
+                    kind, value = connection.recv()
+                except EOFError:
+                    kind, value = "error", f"rank {waiting[connection]} died"
                 if kind == "error":
                     self.stop()  # the other ranks may wait for this one for ever
                     raise AssertionError(value)

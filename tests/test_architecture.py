@@ -8,7 +8,17 @@ import pathlib
 import shardwise
 
 SOURCE = pathlib.Path(shardwise.__file__).parent
-DESCRIBE = {"box", "layout", "config", "errors", "graph", "dims", "operators", "capture", "strategies"}
+DESCRIBE = {
+    "box",
+    "layout",
+    "config",
+    "errors",
+    "graph",
+    "dims",
+    "operators",
+    "capture",
+    "strategies",
+}
 DECIDE = {"plan"}
 EXECUTE = {"comm", "transfer", "program", "runtime", "parallel"}
 ALLOWED = {

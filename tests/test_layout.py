@@ -14,7 +14,9 @@ from shardwise.layout import Layout, blocks
 
 @st.composite
 def boxes(draw, num_dims: int = 2) -> Box:
-    pairs = [sorted(draw(st.tuples(st.integers(-3, 9), st.integers(-3, 9)))) for _ in range(num_dims)]
+    pairs = [
+        sorted(draw(st.tuples(st.integers(-3, 9), st.integers(-3, 9)))) for _ in range(num_dims)
+    ]
     return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
 

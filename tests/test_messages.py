@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from exactness import seeded, seeded_input
 from operators import OPERATORS
 from pool import shared_pool
-from torch import nn
-
 from shardwise.capture import capture
 from shardwise.comm import Recording, Sent
 from shardwise.config import Config

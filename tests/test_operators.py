@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from exactness import assert_exact, seeded, seeded_input
 from operators import OPERATORS
-
 from shardwise.capture import capture
 from shardwise.plan import Plan
 

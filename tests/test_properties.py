@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_exact, seeded, seeded_input
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from exactness import assert_exact, seeded, seeded_input
 from shardwise.capture import capture
 from shardwise.plan import Plan
 
@@ -55,7 +55,8 @@ def convolutions(draw: Any) -> tuple[nn.Module, tuple[int, ...]]:
     padding = tuple(draw(st.integers(0, 3)) for _ in range(num_dims))
     mode = draw(st.sampled_from(["zeros", "zeros", "circular", "reflect", "replicate"]))
     space = tuple(
-        draw(st.integers(max(d * (k - 1) + 1, 4), 13)) for d, k in zip(dilation, kernel, strict=True)
+        draw(st.integers(max(d * (k - 1) + 1, 4), 13))
+        for d, k in zip(dilation, kernel, strict=True)
     )
     bias = draw(st.booleans())
     module = CONVS[num_dims](
@@ -159,7 +160,7 @@ class Mix(nn.Module):
 
 @st.composite
 def mixes(draw: Any) -> tuple[nn.Module, tuple[int, ...]]:
-    steps = "cat chunk slice pad up nearest softmax swap squeeze".split()
+    steps = ["cat", "chunk", "slice", "pad", "up", "nearest", "softmax", "swap", "squeeze"]
     chosen = draw(st.lists(st.sampled_from(steps), min_size=1, max_size=4, unique=True))
     shape = (draw(st.integers(1, 4)), draw(st.integers(2, 6)))
     return Mix(chosen), shape + (draw(st.integers(4, 9)), draw(st.integers(4, 9)))

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pool import shared_pool
 
+from pool import shared_pool
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.layout import Layout, blocks

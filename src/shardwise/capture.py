@@ -18,8 +18,7 @@ from shardwise.graph import Layer, LayerGraph, Operand, Slot
 from shardwise.operators import OPERATORS, POINTWISE, Request
 
 VIEWS = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze permute transpose t slice select narrow "
-    "chunk split split_with_sizes unbind expand detach alias contiguous _unsafe_view".split()
+    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "expand", "detach", "alias", "contiguous", "_unsafe_view"]
 )
 
 
@@ -56,7 +55,9 @@ class Captured:
         ):
             self._names |= {node: (kind, name) for node, name in mapping.items()}
         self.constants = {
-            name: program.constants[name] for kind, name in self._names.values() if kind == "constant"
+            name: program.constants[name]
+            for kind, name in self._names.values()
+            if kind == "constant"
         }
         self.output_spec = program.call_spec.out_spec
         self._user_inputs = [n for n in self._nodes if n.name in signature.user_inputs]
@@ -184,7 +185,9 @@ class _Builder:
             if isinstance(source, fx.Node):
                 self.roots[node] = self.roots.get(source, source)
         elif value is None and node.users:
-            raise CaptureError(f"operator {node.target} of {self._path(node)!r} has no known result")
+            raise CaptureError(
+                f"operator {node.target} of {self._path(node)!r} has no known result"
+            )
 
     def _tensor(self, node: fx.Node) -> None:
         name = _aten_name(node)

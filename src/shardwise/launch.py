@@ -8,9 +8,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 
 HOST = "127.0.0.1"
+DEFAULT_WORLD = 2
 GRACE = 3.0  # seconds a worker gets to end before it is killed
 
 # How launchers name rank, world size, rank on this host, and ranks on this host. Slurm's batch
@@ -65,11 +69,14 @@ def run_local(
     workers: list[_Worker] = []
     try:
         for rank in range(world):
-            setup = _Setup(rank, world, store.port, timeout)
-            workers.append(_start(setup, function, args))
+            workers.append(_start(_Setup(rank, world, store.port, timeout, os.getcwd())))
+        for worker in workers:
+            with suppress(ConnectionError):  # it died; `_collect` says how
+                worker.connection.send((function, args))
         results = _collect(workers)
         for worker in workers:  # nobody leaves while another may still read from it
-            worker.connection.send("end")
+            with suppress(ConnectionError):
+                worker.connection.send("end")
         for worker in workers:
             worker.process.join(GRACE)
         return results
@@ -83,6 +90,7 @@ class _Setup:
     world: int
     port: int
     timeout: float
+    folder: str  # a worker starts where this program started, which may have moved since
 
 
 @dataclass(frozen=True)
@@ -91,26 +99,28 @@ class _Worker:
     connection: Connection
 
 
-def _start(setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]) -> _Worker:
+def _start(setup: _Setup) -> _Worker:
     # A fork server imports torch once for all workers, which takes seconds.
     known = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in known else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in known else "spawn")
     if "forkserver" in known:
         context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
     mine, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(setup, theirs, function, args), daemon=True)
+    process = context.Process(target=_work, args=(setup, theirs))
     process.start()
     theirs.close()
     return _Worker(process, mine)
 
 
-def _work(
-    setup: _Setup, connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _work(setup: _Setup, connection: Connection) -> None:
     """What a worker process does: joins the others, runs the function, reports, waits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
+        os.chdir(setup.folder)
+        with warnings.catch_warnings():  # torch warns about the tree specs that it pickles itself
+            warnings.simplefilter("ignore", FutureWarning)
+            function, args = connection.recv()
         _join_group(setup)
         connection.send(("result", function(*args)))
     except ShardwiseError as error:
@@ -203,6 +213,26 @@ def under_launcher() -> bool:
     return _launched() is not None
 
 
+def launched_world() -> int | None:
+    """How many workers a launcher has started; None without a launcher."""
+    launched = _launched()
+    return launched[1] if launched else None
+
+
+def choose_world(asked: int | None = None, split: Mapping[str, int] | None = None) -> int:
+    """How many workers to use: as asked for, as launched, as a split needs, or else 2."""
+    needed = prod(split.values()) if split else None
+    world = next(n for n in (asked, launched_world(), needed, DEFAULT_WORLD) if n is not None)
+    if world < 1:
+        raise ShardwiseError(f"{world} workers: there must be at least 1")
+    if launched_world() not in (None, world):
+        raise ShardwiseError(f"{world} workers are asked for, and {launched_world()} are running")
+    if split and needed is not None and needed > world:
+        text = ",".join(f"{axis}={degree}" for axis, degree in split.items())
+        raise ShardwiseError(f"split {text} needs {needed} workers, and there are {world}")
+    return world
+
+
 def init_from_environment(timeout: float = 1800.0) -> torch.device:
     """Joins the workers that a launcher has started; returns the device of this one.
 
@@ -237,6 +267,5 @@ def _launched() -> tuple[int, int, int, int] | None:
         if not (rank.isdigit() and world.isdigit()):
             continue
         if names[0] == "RANK" or int(world) > 1:
-            alone = local_rank or rank, local_world or world
-            return int(rank), int(world), int(alone[0]), int(alone[1])
+            return int(rank), int(world), int(local_rank or rank), int(local_world or world)
     return None

@@ -201,7 +201,9 @@ def _pad(args: Args, shape: Shapes) -> Request:
     flat = [*args["pad"], *[0] * (2 * num_dims - len(args["pad"]))]
     pads = tuple((flat[2 * i], flat[2 * i + 1]) for i in reversed(range(num_dims)))
     mode = args.get("mode", "constant")
-    return Request("pad", (args["self"],), {"pads": pads, "mode": mode, "value": args["value"] or 0})
+    return Request(
+        "pad", (args["self"],), {"pads": pads, "mode": mode, "value": args["value"] or 0}
+    )
 
 
 def _upsample(mode: str) -> Callable[[Args, Shapes], Request]:
@@ -239,18 +241,8 @@ def _first(args: Args) -> Any:
     return args["input"] if "input" in args else args["self"]
 
 
-UNARY = """
-    abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh elu erf erfc
-    exp expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p
-    log2 log_sigmoid logit logical_not mish nan_to_num neg reciprocal relu relu6 round rsqrt selu
-    sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc to clone
-    contiguous type_as zeros_like ones_like bitwise_not detach isnan isinf
-""".split()
-BINARY = """
-    add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
-    logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
-    bitwise_and bitwise_or bitwise_xor
-""".split()
+UNARY = ["abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "cos", "cosh", "elu", "erf", "erfc", "exp", "expm1", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log10", "log1p", "log2", "log_sigmoid", "logit", "logical_not", "mish", "nan_to_num", "neg", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc", "to", "clone", "contiguous", "type_as", "zeros_like", "ones_like", "bitwise_not", "detach", "isnan", "isinf"]
+BINARY = ["add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "atan2", "fmod", "remainder", "lerp", "addcmul", "addcdiv", "masked_fill", "bitwise_and", "bitwise_or", "bitwise_xor"]
 POINTWISE = frozenset(UNARY + BINARY)
 
 OPERATORS: dict[str, Callable[[Args, Shapes], Request | None]] = {

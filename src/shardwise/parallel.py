@@ -21,6 +21,7 @@ from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
 from shardwise.runtime import Runtime, Tensors, sum_segments
+from shardwise.transfer import memory_format_of
 
 
 def parallelize(
@@ -55,16 +56,24 @@ class ModelGraphs:
             torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes
         )
         self._model = _copy_structure(model)
-        for name, tensor in _named_tensors(self._model):  # same shapes, no memory
-            empty = tensor.new_zeros(()).expand(tensor.shape)
-            is_param = isinstance(tensor, nn.Parameter)
-            _assign(self._model, name, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
+        twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
+        for name, tensor in list(_named_tensors(self._model)):
+            if id(tensor) not in twins:
+                twins[id(tensor)] = _weightless(tensor)
+            _assign(self._model, name, twins[id(tensor)])
         self._captured: dict[bool, Captured] = {}
 
     def __call__(self, training: bool, batch: int) -> LayerGraph:
         if training not in self._captured:
             self._captured[training] = Captured(self._model, self._inputs, training)
         return self._captured[training].graph(batch)
+
+
+def _weightless(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter of the same shape that takes no memory; a copy of a buffer (export writes it)."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.clone()
+    return nn.Parameter(tensor.detach().new_zeros(()).expand(tensor.shape), tensor.requires_grad)
 
 
 class ParallelModel(nn.Module):
@@ -175,7 +184,9 @@ class ParallelModel(nn.Module):
         if state.output == "full":
             layouts = program.layouts
             full = [to_all(layouts[name]).start(y, state.comm) for name, y in values.items()]
-            values = {name: wait() for name, wait in zip(values, full, strict=True)}
+            for (name, part), wait in zip(list(values.items()), full, strict=True):
+                y = wait()  # a rank without a part of it takes the memory format of the input
+                values[name] = y if part.numel() else _formatted_like(inputs[0], y)
         return tuple(values[name] for name in program.outputs)
 
     def _backward(self, runtime: Runtime, gradients: tuple[Any, ...]) -> list[Any]:
@@ -203,7 +214,9 @@ class ParallelModel(nn.Module):
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
         """The gradient of an input that is whole on every rank is the sum of all parts."""
         if gradient is not None and tuple(gradient.shape) == program.layouts[name].shape:
-            self._shardwise.comm.all_reduce(tuple(range(self._shardwise.comm.size)), gradient).wait()
+            self._shardwise.comm.all_reduce(
+                tuple(range(self._shardwise.comm.size)), gradient
+            ).wait()
         return gradient
 
     def _trainable(self) -> frozenset[str]:
@@ -290,7 +303,11 @@ class ParallelModel(nn.Module):
         total = torch.zeros((), dtype=torch.float64)
         for name, param in self.named_parameters():
             layout = state.layouts.get(name)
-            owns = layout.segment(state.comm.rank)[0] == state.comm.rank if layout else not state.comm.rank
+            owns = (
+                layout.segment(state.comm.rank)[0] == state.comm.rank
+                if layout
+                else not state.comm.rank
+            )
             if param.grad is not None and owns and id(param) not in seen and param.numel():
                 seen.add(id(param))
                 total += param.grad.double().norm(norm_type).cpu() ** norm_type
@@ -379,6 +396,10 @@ def _assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     table[leaf] = tensor  # type: ignore[assignment]
 
 
+def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y.contiguous(memory_format=memory_format_of(x)) if x.ndim == y.ndim else y
+
+
 def _from_root(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
     """Copies of rank 0's tensors, sent packed: small messages waste bandwidth (P5)."""
     copies = [tensor.detach().clone() for tensor in tensors]
@@ -410,7 +431,11 @@ def _block(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor
     if layout is None or full.ndim == 0:
         return full
     box = layout[rank]
-    return full if box == Box.whole(tuple(full.shape)) else full[box.slices_in(Box.whole(tuple(full.shape)))].clone()
+    return (
+        full
+        if box == Box.whole(tuple(full.shape))
+        else full[box.slices_in(Box.whole(tuple(full.shape)))].clone()
+    )
 
 
 def _gather(block: torch.Tensor, layout: Layout, comm: Communicator) -> torch.Tensor:

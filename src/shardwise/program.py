@@ -335,4 +335,3 @@ def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str
     for name, index in last.items():
         frees[index].append(name)
     return tuple(map(tuple, frees))
-

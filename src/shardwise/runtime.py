@@ -65,7 +65,9 @@ class Runtime:
 
     def _run(self, run: Run, inputs: Tensors, record: bool) -> Tensors:
         if not record:
-            return {name: y for name, y in self._compute(run, inputs).items() if name in run.outputs}
+            return {
+                name: y for name, y in self._compute(run, inputs).items() if name in run.outputs
+            }
         leaves = {name: _leaf(x) for name, x in inputs.items()}
         with torch.enable_grad():
             values = self._compute(run, dict(leaves))
@@ -89,10 +91,13 @@ class Runtime:
             values[source.name] if source.kind == "value" else self.lookup(source)
             for source in op.operands
         ]
-        if not op.active:
-            like = tensors[0] if tensors else like
-            return torch.empty(op.local.output.shape, dtype=like.dtype, device=like.device)  # type: ignore[union-attr]
-        return op.strategy.run(self._local(op), tensors)
+        if op.active:
+            return op.strategy.run(self._local(op), tensors)
+        # Nothing, but made of the operands: a norm before this layer still sums its statistics in
+        # backward, on ranks without samples too.
+        operands = [t for s, t in zip(op.operands, tensors, strict=True) if s.kind == "value"]
+        parts = [t.reshape(-1)[:0] for t in operands or tensors or [like]]
+        return torch.cat(parts).reshape(op.local.output.shape)
 
     def _local(self, op: Op) -> Local:
         """The op's share, with the communication and the module that it may ask for."""

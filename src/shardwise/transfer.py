@@ -174,7 +174,7 @@ def _start(
         y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
         return lambda: y
     if route.kind == "all_reduce":
-        y = x.clone(memory_format=torch.contiguous_format)
+        y = x.clone(memory_format=torch.contiguous_format)  # statistics: order does not matter
         summed = comm.all_reduce(route.group, y)
         return lambda: (summed.wait(), y)[1]
     if route.kind == "reduce_scatter":
@@ -182,7 +182,8 @@ def _start(
         outgoing = _by_rank(route, [x[piece.slices].contiguous() for piece in route.sends])
         outgoing[route.group.index(comm.rank)] = x[route.own[0]].contiguous()  # type: ignore[index]
         reduced = comm.reduce_scatter(route.group, y, outgoing)
-        return lambda: (reduced.wait(), y)[1]
+        memory_format = memory_format_of(x)
+        return lambda: (reduced.wait(), y.contiguous(memory_format=memory_format))[1]
     return _pieces(route, x, fill, additive, comm)
 
 
@@ -231,17 +232,23 @@ def _pieces(
 
 def _new_target(route: Route, x: torch.Tensor, fill: float, additive: bool) -> torch.Tensor:
     """The tensor for the target box: zero where parts are added, `fill` outside the tensor."""
-    shape, channels_last = route.target.shape, torch.channels_last
-    if x.ndim == 5:
-        channels_last = torch.channels_last_3d
-    keep = x.ndim in (4, 5) and x.is_contiguous(memory_format=channels_last)
-    memory_format = channels_last if keep and not x.is_contiguous() else torch.contiguous_format
+    shape, memory_format = route.target.shape, memory_format_of(x)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
     if additive:
         return y.zero_()
     covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
     held = sum(_numel(slices) for slices in covered)
     return y if held == y.numel() else y.fill_(fill)
+
+
+def memory_format_of(x: torch.Tensor) -> torch.memory_format:
+    """The format of a tensor, so that what arrives elsewhere keeps it."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if channels_last is None or x.is_contiguous():
+        return torch.contiguous_format
+    return (
+        channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
+    )
 
 
 def _numel(slices: Slices) -> int:

@@ -52,12 +52,23 @@ def compare(
     comm = comm or Communicator()
     results: list[Comparison] = []
     reference = _train(copy.deepcopy(model), inputs, num_steps) if comm.rank == 0 else None
-    for kind, found in _train(parallelize(model, plan, comm=comm, graphs=graphs), inputs, num_steps):
+    for kind, found in _train(
+        parallelize(model, plan, comm=comm, graphs=graphs), inputs, num_steps
+    ):
+        results += _agreement(kind, found, comm)
         if reference is not None:
             expected_kind, expected = next(reference)
             assert kind == expected_kind
             results += _errors(kind, found, expected)
     return results
+
+
+def _agreement(kind: str, found: Tensors, comm: Communicator) -> list[Comparison]:
+    """Every rank must hold the same tensors, to the bit, in what each of them holds whole."""
+    sums = [float(tensor.double().sum()) for tensor in found.values()]
+    everyone = comm.gather_objects(sums)
+    same = all(other == sums or any(s != s for s in other) for other in everyone)
+    return [] if same else [Comparison(kind, "differs between ranks", float("inf"))]
 
 
 Tensors = dict[str, torch.Tensor]

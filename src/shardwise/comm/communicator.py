@@ -52,7 +52,9 @@ class Communicator:
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
         if self._backend == "nccl":
             operations = [dist.P2POp(dist.isend, t, self._global[p], self.group) for p, t in sends]
-            operations += [dist.P2POp(dist.irecv, t, self._global[p], self.group) for p, t in staged]
+            operations += [
+                dist.P2POp(dist.irecv, t, self._global[p], self.group) for p, t in staged
+            ]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
             works = [dist.irecv(t, self._global[p], self.group) for p, t in staged]

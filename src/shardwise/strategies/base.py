@@ -157,7 +157,7 @@ class Strategy:
         """Raises where this config cannot split this layer."""
         legal = self.axes(layer)
         for axis, degree in zip(AXES, config.degrees, strict=True):
-            if degree == 1 or axis == "n" and axis in legal:  # a batch may be smaller than n
+            if degree == 1 or (axis == "n" and axis in legal):  # a batch may be smaller than n
                 continue
             if axis not in legal:
                 allowed = ", ".join(f"{a} up to {k}" for a, k in legal.items() if a != "n")
@@ -184,7 +184,6 @@ class Strategy:
                     f"layer {layer.name!r} ({layer.op}): {' x '.join(joint)} = {degree} is larger "
                     f"than its {size} channels"
                 )
-
 
 
 def whole(split: Split, shape: tuple[int, ...]) -> Layout:

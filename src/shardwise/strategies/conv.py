@@ -52,9 +52,7 @@ class Linear(Contraction):
         filters, channels = weight.shape
         lead = [split.dim_ranges(dim) for dim in range(len(x.shape) - 1)]
         inputs = Layout.of(x.shape, [*lead, split.ranges(channels, "c")])
-        block = Layout.of(
-            weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")]
-        )
+        block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
         needs = [Need(inputs), Need(block)]
         return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from shardwise.graph import Layer
 from shardwise.layout import Layout
@@ -59,7 +60,8 @@ class Dropout(Pointwise):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
-        p = local.attrs["p"]
+        is_module = isinstance(local.module, nn.modules.dropout._DropoutNd)
+        p = local.module.p if is_module else local.attrs["p"]  # a module's p may change
         if not is_active(local) or p == 0:
             return x
         shape = local.layer.shape

@@ -102,5 +102,3 @@ class WholeDim(Strategy):
 
     def flops(self, split: Split) -> np.ndarray:
         return 4.0 * self.needs(split)[0].layout.numels
-
-

@@ -70,9 +70,7 @@ class View(Moves):
             y = x.reshape(flat_sizes)[tuple(flat_cuts)].reshape(rows)
         lead_box = Box(
             tuple(out.starts[d] if rows[d] != target[d] else 0 for d in range(len(target))),
-            tuple(
-                out.stops[d] if rows[d] != target[d] else target[d] for d in range(len(target))
-            ),
+            tuple(out.stops[d] if rows[d] != target[d] else target[d] for d in range(len(target))),
         )
         return narrow(y, lead_box, out)
 

@@ -1,0 +1,49 @@
+# The one place that pins torch. pip takes the CPU build where an index offers it, see CONTRIBUTING.md.
+TORCH := torch==2.13.0
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+SCRIPTS := $(wildcard benchmarks/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-deep lint format bench clean
+
+help:  ## list these commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv with everything in it
+
+$(READY): pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+train: setup  ## train a small network on two local workers
+	$(BIN)/shardwise train
+
+# Workers share the cores of this machine, so each computes with one thread.
+test test-deep: export OMP_NUM_THREADS := 1
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest
+
+test-deep: setup  ## run the tests, those that take minutes included
+	$(BIN)/python -m pytest -m "deep or not deep"
+
+lint: setup  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup  ## format the code and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## run every benchmark, one after the other
+	@for script in $(SCRIPTS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf .venv build dist runs .hypothesis .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

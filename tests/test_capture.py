@@ -1,0 +1,100 @@
+"""Capture: names, in-place operators, free batch sizes, and models that cannot be captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise import CaptureError, capture, zoo
+from shardwise.capture import Captured
+
+
+def test_layers_carry_module_names_and_parameters_their_own() -> None:
+    graph = capture(zoo.build("digits"), torch.zeros(4, 1, 8, 8))
+    names = {name for layer in graph.layers for name in layer.params}
+    assert names == {name for name, _ in zoo.build("digits").named_parameters()}
+    assert all(layer.name for layer in graph.layers) and graph.outputs
+
+
+def test_the_batch_size_stays_free() -> None:
+    captured = Captured(zoo.build("digits"), (torch.zeros(1, 1, 8, 8),), training=True)
+    assert captured.batch_is_free
+    for batch in (1, 2, 9):
+        assert captured.graph(batch).layers[-1].shape == (batch, 10)
+    assert captured.graph(3).signature == captured.graph(5).signature
+
+
+def test_in_place_operators_become_pure_and_later_readers_see_the_result() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            functional.relu_(y)
+            return y + 1
+
+    graph = capture(Net(), torch.zeros(2, 3))
+    assert graph["add"].inputs == ("relu",) and "relu_" not in str(graph["relu"].target)
+
+
+def test_writing_into_a_view_that_is_read_later_is_refused() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            y[:, :1].add_(1)
+            return y
+
+    with pytest.raises(CaptureError, match="writes in place"):
+        capture(Net(), torch.zeros(2, 3))
+
+
+def test_writing_into_a_buffer_is_refused_by_its_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps.add_(1)
+            return x + self.steps
+
+    with pytest.raises(CaptureError, match="'steps'"):
+        capture(Net(), torch.zeros(2, 3))
+
+
+def test_a_model_that_cannot_be_captured_says_why_in_one_sentence() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match="Net cannot be captured for input 2x3") as error:
+        capture(Net(), torch.zeros(2, 3))
+    assert "\n" not in str(error.value)
+
+
+def test_capture_leaves_modes_and_buffers_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)).eval()
+    capture(model, torch.zeros(2, 3, 8, 8))
+    assert not model.training and not model[1].training and model[1].momentum is None
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_dimensions_keep_their_labels_through_permutations_and_views() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+    graph = capture(Net(), torch.zeros(2, 3, 4, 5))
+    assert [layer.dims for layer in graph.layers] == ["nchw", "nhwc", "nhc"]
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet34", "googlenet", "inception_v3", "unet3d"])
+def test_networks_of_the_zoo_need_no_opaque_layer_and_evaluate_with_the_same_names(name) -> None:
+    with torch.device("meta"):
+        model = zoo.build(name)
+    x = torch.zeros(zoo.input_shape(name, 2))
+    train, evaluate = (
+        Captured(model.to_empty(device="cpu"), (x,), mode).graph(2) for mode in (True, False)
+    )
+    assert not [layer for layer in train.layers if layer.op == "opaque"]
+    assert {layer.name for layer in evaluate.layers} <= {layer.name for layer in train.layers}

@@ -1,0 +1,122 @@
+"""The command line: what it says, its exit codes, and that mistakes are one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli import main
+from shardwise.verification import PlanResult
+from shardwise.verify import Comparison
+
+Run = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Runs the command line; returns exit code, standard output and standard error."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str) -> Run:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, err  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["verify", "train"]),
+        (["verify"], ["--workers", "--split", "--random-plans", "--plan", "--input", "--option"]),
+        (["train"], ["--workers", "--epochs", "--batch", "--lr", "--seed", "--split"]),
+    ],
+)
+def test_help_names_every_option(run, arguments: list[str], words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(*arguments, "--help")
+    assert code == 0
+    assert all(word in out for word in words)
+
+
+def test_version(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("--version") == (0, f"shardwise {shardwise.__version__}\n", "")
+
+
+def test_verify_proves_a_split_and_a_random_plan(run) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(
+        "verify", "digits", "--workers", "2", "--split", "h=2", "--random-plans", "1",
+        "--option", "width=4",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "split h=2" in out and "random plan, seed 0" in out
+    for kind in ("output", "loss", "gradient", "statistics", "weight"):
+        assert len(re.findall(rf"│ {kind} +│.* ok", out)) == 2
+    assert "2 plans on 2 workers" in out and "equal to one device" in out
+
+
+def test_verify_reads_a_plan_file_and_a_model_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from torch import nn
+
+    source = tmp_path / "net.py"
+    source.write_text("from torch import nn\ndef build(f=4): return nn.Conv2d(3, f, 3)\n")
+    graph = shardwise.capture(nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 6, 7))
+    plan = shardwise.Plan.uniform(graph, world=1)
+    plan.save(tmp_path / "plan.json")
+    code, out, err = run("verify", f"{source}:build", "--plan", str(tmp_path / "plan.json"))
+    assert code == 0, err
+    assert "1 plan on 1 worker, " in out
+    code, _, err = run("verify", f"{source}:build", "--plan", str(tmp_path / "plan.json"),
+                       "--option", "f=5")  # fmt: skip
+    assert code == 2 and err.startswith("error: the plan was made for another model")
+
+
+def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    plan = shardwise.Plan(2, {}, ((2, 3),), "0")
+    wrong = PlanResult("split n=2", plan, (Comparison("weight", "fc.bias", 2e-9),))
+    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: [wrong])
+    code, out, _ = run("verify", "digits")
+    assert code == 1
+    assert re.search(r"weight .* fc.bias .* 2.0e-09 .* FAILED", out)
+    assert "1 plan FAILED" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("verify digit", "the zoo has no network 'digit'"),
+        ("verify none.py:f", "the model file 'none.py' does not exist"),
+        ("verify shardwise.zoo.digits:digits", "the input shape of 'shardwise.zoo.digits:digits'"),
+        ("verify digits --input 2x1xax8", "input shape '2x1xax8': dimension 2 is 'a'"),
+        ("verify digits --input 2x3x8x8", "Sequential cannot be captured for input 2x3x8x8"),
+        ("verify digits --split q=2", "split 'q=2': 'q' is not an axis"),
+        ("verify digits --workers 2 --split n=4", "split n=4 needs 4 workers, and there are 2"),
+        ("verify digits --workers 0", "0 workers: there must be at least 1"),
+        ("verify digits --random-plans -1", "-1 random plans"),
+        ("verify digits --batch 0", "a batch of 0 samples"),
+        ("verify digits --plan none.json", "the plan file 'none.json' cannot be read"),
+        ("verify digits --option width", "option 'width' must be written key=value"),
+        ("verify digits --option depth=3", "building 'digits' failed with TypeError"),
+        ("train --split n=4 --workers 2", "split n=4 needs 4 workers"),
+        ("train --epochs 0", "epochs=0 must be at least 1"),
+        ("train --lr -1", "lr=-1.0 must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, arguments: str, sentence: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(*arguments.split())
+    assert code == 2
+    assert not out
+    assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["verify", "verify digits --workers two", "nothing"])
+def test_wrong_usage_has_exit_code_2_too(run, arguments: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(*arguments.split())
+    assert code == 2
+    assert not out and "Traceback" not in err
