@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from shardwise.comm import Communicator
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.verify import Comparison, compare
+
+
+# "cuda" runs the ranks of these tests on one GPU, over gloo.
+DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "cpu")
 
 
 def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -33,6 +38,7 @@ def _compare(
     module: nn.Module, graph: LayerGraph, plans: list[Plan], inputs: Any, steps: int
 ) -> list[list[Comparison]]:
     comm = Communicator()
+    module, inputs = module.to(DEVICE), tuple(x.to(DEVICE) for x in inputs)
     return [
         compare(module, plan, inputs, comm, steps, graphs=lambda training, batch: graph)
         for plan in plans

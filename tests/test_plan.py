@@ -75,7 +75,7 @@ def test_an_illegal_config_names_the_layer_and_what_is_legal(
 
 def test_a_plan_of_another_model_or_shape_is_refused(graph: LayerGraph) -> None:
     plan = Plan.uniform(graph, 2, n=2)
-    with pytest.raises(PlanError, match="layer '1', which the model has not|nearest"):
+    with pytest.raises(PlanError, match=r"layer '1', which the model has not|nearest"):
         plan.check(capture(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), torch.zeros(8, 3, 6, 5)))
     larger = capture(
         nn.Sequential(
@@ -87,7 +87,7 @@ def test_a_plan_of_another_model_or_shape_is_refused(graph: LayerGraph) -> None:
         ),
         torch.zeros(8, 3, 7, 5),
     )
-    with pytest.raises(PlanError, match="input 8x3x6x5.* than this one .input 8x3x7x5"):
+    with pytest.raises(PlanError, match=r"input 8x3x6x5.* than this one .input 8x3x7x5"):
         plan.check(larger)
     short = Plan(2, {"input": Config()}, plan.inputs, plan.signature)
     with pytest.raises(PlanError, match="no entry for layer '0'"):
@@ -116,10 +116,10 @@ def test_a_damaged_plan_file_names_the_field(graph: LayerGraph, tmp_path, change
 
 
 def test_a_plan_file_that_is_not_there_or_not_json_is_named(tmp_path) -> None:
-    with pytest.raises(PlanError, match="nothing.json"):
+    with pytest.raises(PlanError, match=r"nothing\.json"):
         Plan.load(tmp_path / "nothing.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(PlanError, match="bad.json"):
+    with pytest.raises(PlanError, match=r"bad\.json"):
         Plan.load(tmp_path / "bad.json")
 
 

@@ -163,7 +163,7 @@ def mixes(draw: Any) -> tuple[nn.Module, tuple[int, ...]]:
     steps = ["cat", "chunk", "slice", "pad", "up", "nearest", "softmax", "swap", "squeeze"]
     chosen = draw(st.lists(st.sampled_from(steps), min_size=1, max_size=4, unique=True))
     shape = (draw(st.integers(1, 4)), draw(st.integers(2, 6)))
-    return Mix(chosen), shape + (draw(st.integers(4, 9)), draw(st.integers(4, 9)))
+    return Mix(chosen), (*shape, draw(st.integers(4, 9)), draw(st.integers(4, 9)))
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Shardwise trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
+"""Trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
 
 from shardwise import zoo
 from shardwise.capture import capture

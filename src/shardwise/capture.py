@@ -18,8 +18,11 @@ from shardwise.graph import Layer, LayerGraph, Operand, Slot
 from shardwise.operators import OPERATORS, POINTWISE, Request
 
 VIEWS = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "expand", "detach", "alias", "contiguous", "_unsafe_view"]
+    """view reshape flatten unflatten squeeze unsqueeze permute transpose t slice select narrow
+    chunk split split_with_sizes unbind expand detach alias contiguous _unsafe_view""".split()  # noqa: SIM905
 )
+
+AS_CALLED = ("pointwise", "whole_dim", "opaque")  # operators that run the ATen call itself
 
 
 def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
@@ -265,41 +268,54 @@ class _Builder:
     ) -> Operand:
         """Makes the layer of this request and lets the node stand for its output."""
         shape = self._shape(node.meta["val"]) if shape is None else shape
-        as_called = request is None or request.op in ("pointwise", "whole_dim", "opaque")
-        if request is None:
-            request = self._opaque(node, None)
-        nodes = _tensor_nodes(node if request.op != "opaque" else request.attrs["node"])
-        operands = [self._operand(t) for t in (nodes if as_called else request.tensors)]
-        attrs = {k: v for k, v in request.attrs.items() if k != "node"}
-        attrs |= self._mode_attrs(node, request)
-        inputs = [(o.shape, self.layers[o.name].dims) for o in operands if o and o.kind == "value"]
-        if request.op == "reduce":
-            attrs["labels"] = inputs[0][1] if inputs else default_dims(operands[0].shape)
-        layer_name = self._unique(name or self._layer_name(node, request))
-        target, args, kwargs = "", (), {}
-        if as_called:
-            called = request.attrs.get("node", node)
-            slots = {t: Slot(i) for i, t in enumerate(nodes)}
-            args = fx.map_arg(called.args, lambda n: slots.get(n) or self._int(n))
-            kwargs = fx.map_arg(called.kwargs, lambda n: slots.get(n) or self._int(n))
-            target = str(_pure(called.target))
-            if request.op != "whole_dim":
-                attrs["called"] = _aten_name(called)
-        attrs |= {"present": tuple(o is not None for o in operands)}
-        self.layers[layer_name] = Layer(
-            name=layer_name,
+        request = self._opaque(node, None) if request is None else request
+        called = request.attrs.get("node", node) if request.op in AS_CALLED else None
+        tensors = request.tensors if called is None else _tensor_nodes(called)
+        operands = [self._operand(tensor) for tensor in tensors]
+        attrs = self._attrs(node, request, operands)
+        values = [o for o in operands if o is not None and o.kind == "value"]
+        inputs = [(o.shape, self.layers[o.name].dims) for o in values]
+        layer = Layer(
+            name=self._unique(name or self._layer_name(node, request)),
             op=request.op,
             operands=tuple(o for o in operands if o is not None),
             shape=shape,
             dims=label_dims(request.op, attrs, shape, inputs),
             attrs=attrs,
-            target=target,
-            args=tuple(args),
-            kwargs=kwargs,
+            **self._call_template(called, list(tensors)),
         )
-        operand = Operand("value", layer_name, shape)
-        self.values[node] = operand
+        self.layers[layer.name] = layer
+        operand = self.values[node] = Operand("value", layer.name, shape)
         return operand
+
+    def _attrs(
+        self, node: fx.Node, request: Request, operands: list[Operand | None]
+    ) -> dict[str, Any]:
+        """The request's attributes and what strategies need to know beyond them."""
+        attrs = {key: value for key, value in request.attrs.items() if key != "node"}
+        attrs |= self._mode_attrs(node, request)
+        attrs["present"] = tuple(o is not None for o in operands)
+        if request.op == "reduce":
+            (x,) = operands
+            assert x is not None
+            known = x.kind == "value"
+            attrs["labels"] = self.layers[x.name].dims if known else default_dims(x.shape)
+        return attrs
+
+    def _call_template(self, called: fx.Node | None, tensors: list[Any]) -> dict[str, Any]:
+        """The ATen call with slots for its tensors, of operators that are called as they are."""
+        if called is None:
+            return {}
+        slots = {tensor: Slot(index) for index, tensor in enumerate(tensors)}
+
+        def template(node: fx.Node) -> Any:
+            return slots[node] if node in slots else self._int(node)
+
+        return {
+            "target": str(_pure(called.target)),
+            "args": tuple(fx.map_arg(called.args, template)),  # type: ignore[arg-type]
+            "kwargs": fx.map_arg(called.kwargs, template),
+        }
 
     def _opaque(self, node: fx.Node, item: int | None) -> Request:
         return Request("opaque", (), {"node": node, "item": item})

@@ -1,8 +1,8 @@
 """From ATen calls to the operators of the layer graph.
 
-Each entry of `OPERATORS` turns the named arguments of one ATen call into a `Request`: the operator's
-name, its tensor arguments in a fixed order and its attributes. What is not listed becomes an
-"opaque" layer, which runs whole on one worker.
+Each entry of `OPERATORS` turns the named arguments of one ATen call into a `Request`: the
+operator's name, its tensor arguments in a fixed order and its attributes. What is not listed
+becomes an "opaque" layer, which runs whole on one worker.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _cat(args: Args, shape: Shapes) -> Request | None:
 def _slice(args: Args, shape: Shapes) -> Request:
     x = args["self"]
     dim = args["dim"] % len(shape(x))
-    start, stop, step = slice(args["start"], args["end"], args["step"]).indices(shape(x)[dim])
+    start, _, step = slice(args["start"], args["end"], args["step"]).indices(shape(x)[dim])
     return Request("slice", (x,), {"dim": dim, "start": start, "step": step})
 
 
@@ -241,8 +241,18 @@ def _first(args: Args) -> Any:
     return args["input"] if "input" in args else args["self"]
 
 
-UNARY = ["abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "cos", "cosh", "elu", "erf", "erfc", "exp", "expm1", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log10", "log1p", "log2", "log_sigmoid", "logit", "logical_not", "mish", "nan_to_num", "neg", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "trunc", "to", "clone", "contiguous", "type_as", "zeros_like", "ones_like", "bitwise_not", "detach", "isnan", "isinf"]
-BINARY = ["add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "atan2", "fmod", "remainder", "lerp", "addcmul", "addcdiv", "masked_fill", "bitwise_and", "bitwise_or", "bitwise_xor"]
+UNARY = """
+    abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh elu erf erfc
+    exp expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p
+    log2 log_sigmoid logit logical_not mish nan_to_num neg reciprocal relu relu6 round rsqrt selu
+    sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc to clone
+    contiguous type_as zeros_like ones_like bitwise_not detach isnan isinf
+""".split()  # noqa: SIM905 (a word list reads better)
+BINARY = """
+    add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
+    logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
+    bitwise_and bitwise_or bitwise_xor
+""".split()  # noqa: SIM905
 POINTWISE = frozenset(UNARY + BINARY)
 
 OPERATORS: dict[str, Callable[[Args, Shapes], Request | None]] = {

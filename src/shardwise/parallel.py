@@ -201,7 +201,7 @@ class ParallelModel(nn.Module):
                 gradient = gradient[program.boxes[name].slices_in(whole)]
             parts[name] = parts[name] + gradient if name in parts else gradient
         trainable = self._trainable()
-        params = {name: p for name, p in self.named_parameters() if name in trainable}
+        params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
         inputs, blocks = runtime.backward(parts, params)
         used = {n: params[n] for step in program.backward for n in getattr(step, "params", ())}
         sum_segments(blocks, dict(sorted(used.items())), program.params, state.comm)

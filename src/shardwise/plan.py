@@ -55,7 +55,7 @@ class Plan:
     @classmethod
     def uniform(cls, graph: LayerGraph, world: int | None = None, **degrees: int) -> Plan:
         """The same split for every layer; where a layer has no such axis, see `fit`."""
-        wanted = Config(**degrees)
+        wanted = _config(degrees)
         workers = world or wanted.num_workers
         return cls.make(graph, workers, lambda layer: fit(layer, wanted, graph.batch))
 
@@ -211,7 +211,7 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     limits = strategy.axes(layer)
     if "n" in limits:
         limits["n"] = max(batch, 1)
-    degrees = dict(zip(AXES, wanted.degrees, strict=True))
+    degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
     if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
     for axis, fallback in (("c", "f"), ("d", "n"), ("h", "n"), ("w", "n"), ("f", "n"), ("n", "")):
@@ -222,6 +222,14 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     used = prod(degrees.values())
     ranks = wanted.ranks if used == len(wanted.ranks) else tuple(sorted(wanted.ranks))[:used]
     return Config(**degrees, ranks=ranks)
+
+
+def _config(degrees: Mapping[str, int]) -> Config:
+    """A config of these degrees; an axis that does not exist is named."""
+    for axis in degrees:
+        if axis not in AXES:
+            raise PlanError(f"there is no axis {axis!r} to split; the axes are {', '.join(AXES)}")
+    return Config(**dict(degrees))  # type: ignore[arg-type]
 
 
 def _largest_divisor(number: int, limit: int) -> int:

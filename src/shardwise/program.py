@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardwise.box import Box
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
@@ -113,8 +115,8 @@ def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
         if all(layout == first for layout in needed) and first.is_segmented:
             layouts[name] = first
         else:
-            users = sum(layout.numels > 0 for layout in needed).nonzero()[0]
-            layouts[name] = Layout.on(first.shape, plan.world, users.tolist())
+            users = np.any([layout.numels > 0 for layout in needed], axis=0)
+            layouts[name] = Layout.on(first.shape, plan.world, np.flatnonzero(users).tolist())
     return layouts
 
 

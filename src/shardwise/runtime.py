@@ -96,7 +96,7 @@ class Runtime:
         # Nothing, but made of the operands: a norm before this layer still sums its statistics in
         # backward, on ranks without samples too.
         operands = [t for s, t in zip(op.operands, tensors, strict=True) if s.kind == "value"]
-        parts = [t.reshape(-1)[:0] for t in operands or tensors or [like]]
+        parts = [t.reshape(-1)[:0] for t in operands or tensors or [like] if t is not None]
         return torch.cat(parts).reshape(op.local.output.shape)
 
     def _local(self, op: Op) -> Local:

@@ -122,8 +122,12 @@ def compile_route(transfer: Transfer, rank: int) -> Route:
         if source.contains(target):
             own = target.slices_in(source) if not target.empty else None
             return Route("local", source, target, own=(own, own) if own else None)
-    sends = tuple(_piece(peer, source, transfer.target[peer]) for peer in np.flatnonzero(to))
-    receives = tuple(_piece(peer, target, transfer.source[peer]) for peer in np.flatnonzero(by))
+    sends = tuple(
+        _piece(peer, source, transfer.target[peer]) for peer in np.flatnonzero(to).tolist()
+    )
+    receives = tuple(
+        _piece(peer, target, transfer.source[peer]) for peer in np.flatnonzero(by).tolist()
+    )
     common = source.intersect(target)
     own = None if common.empty else (common.slices_in(source), common.slices_in(target))
     group = next((g for g in transfer.components if rank in g), (rank,))
@@ -131,13 +135,13 @@ def compile_route(transfer: Transfer, rank: int) -> Route:
     return Route(kind, source, target, group, sends, receives, own)
 
 
-def _piece(peer: np.integer, mine: Box, theirs: Box) -> Piece:
+def _piece(peer: int, mine: Box, theirs: Box) -> Piece:
     common = mine.intersect(theirs)
-    return Piece(int(peer), common.slices_in(mine), common.shape)
+    return Piece(peer, common.slices_in(mine), common.shape)
 
 
 def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
-    """The collective of the backend that does the same as this group's messages, if there is one."""
+    """The backend's collective that does the same as this group's messages, if there is one."""
     members = list(group)
     if len(members) < 2:
         return "messages"

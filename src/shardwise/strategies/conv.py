@@ -7,6 +7,8 @@ and computes a partial sum of the filters of block f; partial sums are added ove
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch.nn import functional
@@ -85,7 +87,7 @@ class Conv(Contraction):
         return axes if channels > 1 else {a: k for a, k in axes.items() if a != "c"}
 
     def needs(self, split: Split) -> tuple[Need, ...]:
-        x, weight = split.layer.operands[:2]
+        x = split.layer.operands[0]
         filters = split.ranges(split.layer.shape[1], "f")
         channels = self.channels(split, filters)
         space = [self.space(split, dim) for dim in range(len(x.shape) - 2)]
@@ -150,7 +152,7 @@ def group_chunks(start: int, stop: int, per_group: int) -> list[tuple[int, int]]
     first = min(-(-start // per_group) * per_group, stop)
     last = max(stop // per_group * per_group, first)
     edges = sorted({start, first, last, stop})
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def _grouped(

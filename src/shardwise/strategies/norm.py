@@ -96,7 +96,7 @@ class Norm(Strategy):
         return Layout.of(shape, [split.dim_ranges(1)])
 
     def needs(self, split: Split) -> tuple[Need, ...]:
-        x, *params = split.layer.operands
+        params = split.layer.operands[1:]
         return Need(self.output(split)), *(Need(self.parameter(split, p.shape)) for p in params)
 
     def normalize(
@@ -117,7 +117,7 @@ class Norm(Strategy):
 
 
 class BatchNorm(Norm):
-    """Statistics per channel over samples and space; they and the parameters follow the channels."""
+    """Statistics per channel over samples and space; parameters follow the channels."""
 
     def sums(self, split: Split) -> Layout | None:
         axes = [a for a in ("n", "d", "h", "w") if split.degree(a) > 1]

@@ -67,12 +67,19 @@ class Dropout(Pointwise):
         shape = local.layer.shape
         if self.feature:
             shape = shape[:2] + (1,) * (len(shape) - 2)
-        order = local.attrs["order"]
-        mask = torch.empty_permuted(shape, order, dtype=torch.bool, device=x.device)
-        mask.bernoulli_(1 - p)
+        mask = _draw(x, shape, local.attrs["order"], p, fused=x.is_cuda and not self.feature)
         box = local.output.slices_in(local.output.whole(local.layer.shape))
         mask = mask[box[:2]] if self.feature else mask[box]
         return x * mask * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _draw(
+    x: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], p: float, fused: bool
+) -> torch.Tensor:
+    """The mask one device would draw, in its order of memory; CUDA has a kernel of its own."""
+    dtype = x.dtype if x.is_cuda else torch.bool
+    whole = torch.empty_permuted(shape, order, dtype=dtype, device=x.device)
+    return torch.native_dropout(whole, p, True)[1] if fused and p < 1 else whole.bernoulli_(1 - p)
 
 
 class FeatureDropout(Dropout):

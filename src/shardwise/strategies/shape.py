@@ -64,7 +64,9 @@ class View(Moves):
             start = out.starts[out_lead] * row_out - held.starts[in_lead] * row_in
             rows[out_lead] = out.shape[out_lead]
             flat_cuts.append(slice(start, start + rows[out_lead] * row_out))
-        if all(size == cut_size(cut, size) for cut, size in zip(flat_cuts, flat_sizes)):
+        if all(
+            size == cut_size(cut, size) for cut, size in zip(flat_cuts, flat_sizes, strict=True)
+        ):
             y = x.reshape(rows)
         else:
             y = x.reshape(flat_sizes)[tuple(flat_cuts)].reshape(rows)
