@@ -15,7 +15,6 @@ from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.verify import Comparison, compare
 
-
 # "cuda" runs the ranks of these tests on one GPU, over gloo.
 DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "cpu")
 

@@ -20,7 +20,7 @@ DESCRIBE = {
     "strategies",
 }
 DECIDE = {"plan"}
-EXECUTE = {"comm", "transfer", "program", "runtime", "parallel"}
+EXECUTE = {"comm", "transfer", "program", "runtime", "stored", "parallel"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

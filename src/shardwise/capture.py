@@ -295,6 +295,10 @@ class _Builder:
         attrs = {key: value for key, value in request.attrs.items() if key != "node"}
         attrs |= self._mode_attrs(node, request)
         attrs["present"] = tuple(o is not None for o in operands)
+        if request.op in ("pointwise", "opaque"):
+            called = request.attrs.get("node", node)
+            attrs["called"] = _aten_name(called)
+            attrs["in_place"] = _is_in_place(called)
         if request.op == "reduce":
             (x,) = operands
             assert x is not None
@@ -355,7 +359,7 @@ class _Builder:
     def _written(self, index: int, node: fx.Node) -> fx.Node | None:
         """The tensor an in-place operator writes to; refuses if another one shares its memory."""
         name = _aten_name(node, strip=False)
-        if not name.endswith("_") or name.startswith("_") or not node.args:
+        if not _is_in_place(node) or not node.args:
             return None
         written = node.args[0]
         assert isinstance(written, fx.Node)
@@ -448,6 +452,11 @@ def _aten_name(node: fx.Node, strip: bool = True) -> str:
     name = str(getattr(node.target, "_schema", node.target)).split("(")[0]
     name = name.split("::")[-1].split(".")[0]
     return name.rstrip("_") if strip and not name.startswith("_") else name
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = _aten_name(node, strip=False)
+    return name.endswith("_") and not name.startswith("_")
 
 
 def _pure(target: Any) -> Any:

@@ -54,20 +54,23 @@ class Layer:
     def params(self) -> tuple[str, ...]:
         return tuple(o.name for o in self.operands if o.kind == "param")
 
-    def call(self, tensors: list[Any]) -> Any:
-        """Runs the ATen operator with these tensors in the operands' places."""
+    def call(self, tensors: list[Any], in_place: bool = False) -> Any:
+        """Runs the ATen operator, or its in-place twin, with these tensors as operands."""
         args = fill_slots(self.args, tensors)
-        return _overload(self.target)(*args, **fill_slots(dict(self.kwargs), tensors))
+        operator = _overload(self.target, in_place)
+        return operator(*args, **fill_slots(dict(self.kwargs), tensors))
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
-        return f"{self.name}: {self.op}({', '.join(self.inputs)}) -> {shape}"
+        called = self.attrs.get("called", self.op)
+        return f"{self.name}: {called}({', '.join(self.inputs)}) -> {shape}"
 
 
 @cache
-def _overload(target: str) -> Any:
+def _overload(target: str, in_place: bool) -> Any:
     """The operator of a name such as "aten.relu.default"."""
     namespace, name, overload = target.split(".")
+    name += "_" if in_place else ""
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 

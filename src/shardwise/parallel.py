@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +16,19 @@ from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph import LayerGraph
-from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
 from shardwise.runtime import Runtime, Tensors, sum_segments
+from shardwise.stored import (
+    assign,
+    block_of,
+    copy_structure,
+    from_root,
+    gather_whole,
+    named_tensors,
+    resolve,
+    weightless,
+)
 from shardwise.transfer import memory_format_of
 
 
@@ -44,6 +52,11 @@ def parallelize(
     return ParallelModel(model, plan, output, comm or Communicator(), graphs)
 
 
+ANOTHER_BATCH = (
+    "was given another batch than rank 0; give every rank the same global batch, or each its own "
+    "part with batch="
+)
+
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
 
@@ -55,25 +68,18 @@ class ModelGraphs:
         self._inputs = tuple(
             torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes
         )
-        self._model = _copy_structure(model)
+        self._model = copy_structure(model)
         twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
-        for name, tensor in list(_named_tensors(self._model)):
+        for name, tensor in list(named_tensors(self._model)):
             if id(tensor) not in twins:
-                twins[id(tensor)] = _weightless(tensor)
-            _assign(self._model, name, twins[id(tensor)])
+                twins[id(tensor)] = weightless(tensor)
+            assign(self._model, name, twins[id(tensor)])
         self._captured: dict[bool, Captured] = {}
 
     def __call__(self, training: bool, batch: int) -> LayerGraph:
         if training not in self._captured:
             self._captured[training] = Captured(self._model, self._inputs, training)
         return self._captured[training].graph(batch)
-
-
-def _weightless(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of the same shape that takes no memory; a copy of a buffer (export writes it)."""
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.clone()
-    return nn.Parameter(tensor.detach().new_zeros(()).expand(tensor.shape), tensor.requires_grad)
 
 
 class ParallelModel(nn.Module):
@@ -97,7 +103,7 @@ class ParallelModel(nn.Module):
 
     def _adopt(self, model: nn.Module) -> None:
         """Takes over a copy of the model's modules (not of its tensors), so that names stay."""
-        root = _copy_structure(model)
+        root = copy_structure(model)
         self._modules, self._parameters, self._buffers = (
             root._modules,
             root._parameters,
@@ -114,17 +120,17 @@ class ParallelModel(nn.Module):
     def _split_tensors(self) -> None:
         """Every tensor becomes this rank's block of rank 0's tensor; ties stay ties."""
         state = self._shardwise
-        named = list(_named_tensors(self))
+        named = list(named_tensors(self))
         unique = {id(tensor): tensor for _, tensor in named}
-        full = dict(zip(unique, _from_root(list(unique.values()), state.comm), strict=True))
+        full = dict(zip(unique, from_root(list(unique.values()), state.comm), strict=True))
         blocks: dict[int, torch.Tensor] = {}
         for name, tensor in named:
             if id(tensor) not in blocks:
-                block = _block(full.pop(id(tensor)), state.layouts.get(name), state.comm.rank)
+                block = block_of(full.pop(id(tensor)), state.layouts.get(name), state.comm.rank)
                 if isinstance(tensor, nn.Parameter):
                     block = nn.Parameter(block, requires_grad=tensor.requires_grad)
                 blocks[id(tensor)] = block
-            _assign(self, name, blocks[id(tensor)])
+            assign(self, name, blocks[id(tensor)])
 
     # -- running -------------------------------------------------------------------------------
 
@@ -145,7 +151,8 @@ class ParallelModel(nn.Module):
         self._count_batches(graph)
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         program = state.program(graph, self._trainable(), batch is None, needs_gradient)
-        state.comm.prepare(program.groups)
+        if id(program) not in state.ready:
+            self._get_ready(program, inputs, whole=batch is None)
         lookup = partial(self._lookup, graph.constants)
         runtime = Runtime(program, state.comm, lookup, state.modules)
         if torch.is_grad_enabled():
@@ -155,12 +162,29 @@ class ParallelModel(nn.Module):
             outputs = self._forward(runtime, inputs, record=False)
         return pytree.tree_unflatten(list(outputs), graph.output_spec)
 
+    def _get_ready(self, program: Program, inputs: tuple[torch.Tensor, ...], whole: bool) -> None:
+        """Before a program's first run: its process groups, and a check of what the ranks got."""
+        state = self._shardwise
+        if whole:
+            sums = repr([float(x.detach().double().sum()) for x in inputs])
+            state.agree(sums, ANOTHER_BATCH)
+        state.comm.prepare(program.groups)
+        state.ready[id(program)] = program
+
     def input_box(self, batch: int, index: int = 0) -> Box:
         """The part of a global batch that this rank reads when it is given parts."""
+        program = self._parts_program(batch)
+        return program.boxes[program.inputs[index]]
+
+    def output_box(self, batch: int, index: int = 0) -> Box:
+        """The part of an output that this rank returns with output="local"."""
+        program = self._parts_program(batch)
+        return program.boxes[program.outputs[index]]
+
+    def _parts_program(self, batch: int) -> Program:
         state = self._shardwise
         graph = state.graph(self.training, batch)
-        program = state.program(graph, self._trainable(), False, False)
-        return program.boxes[graph.inputs[index]]
+        return state.program(graph, self._trainable(), False, False)
 
     def _check_inputs(
         self, graph: LayerGraph, inputs: tuple[torch.Tensor, ...], whole: bool
@@ -229,7 +253,7 @@ class ParallelModel(nn.Module):
             tensor = constants[source.name]
             held = Box.whole(tuple(tensor.shape))
         else:
-            tensor = _resolve(self, source.name)
+            tensor = resolve(self, source.name)
             held = state.layouts[source.name][state.comm.rank]
         whole = tensor.ndim == 0 or held == source.box
         return tensor if whole else tensor[source.box.slices_in(held)]
@@ -259,8 +283,8 @@ class ParallelModel(nn.Module):
             state = self._shardwise
             with torch.no_grad():
                 for name, block in blocks.items():
-                    full = _resolve(self, name)
-                    block.copy_(_block(full, state.layouts[name], state.comm.rank))
+                    full = resolve(self, name)
+                    block.copy_(block_of(full, state.layouts[name], state.comm.rank))
         return result
 
     @contextmanager
@@ -268,21 +292,21 @@ class ParallelModel(nn.Module):
         """Within, every split tensor is whole; yields this rank's blocks by name."""
         state, blocks, whole = self._shardwise, {}, {}
         try:
-            for name, tensor in list(_named_tensors(self)):
+            for name, tensor in list(named_tensors(self)):
                 if name in state.layouts:
                     blocks[name] = tensor
                     if id(tensor) not in whole:
-                        full = _gather(tensor.detach(), state.layouts[name], state.comm)
+                        full = gather_whole(tensor.detach(), state.layouts[name], state.comm)
                         whole[id(tensor)] = (
                             nn.Parameter(full, tensor.requires_grad)
                             if isinstance(tensor, nn.Parameter)
                             else full
                         )
-                    _assign(self, name, whole[id(tensor)])
+                    assign(self, name, whole[id(tensor)])
             yield blocks
         finally:
             for name, block in blocks.items():
-                _assign(self, name, block)
+                assign(self, name, block)
 
     def full_gradients(self) -> Tensors:
         """Every parameter's whole gradient, by its original name; all ranks must call it."""
@@ -294,7 +318,7 @@ class ParallelModel(nn.Module):
                 continue
             block = param.grad if param.grad is not None else torch.zeros_like(param)
             layout = state.layouts.get(name)
-            gradients[name] = block if layout is None else _gather(block, layout, state.comm)
+            gradients[name] = block if layout is None else gather_whole(block, layout, state.comm)
         return gradients
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -336,9 +360,18 @@ class _State:
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
         self.modules: dict[str, nn.Module] = {}
         self._programs: dict[Any, Program] = {}
+        self.ready: dict[int, Program] = {}  # programs whose process groups are made
         graph = graphs(True, plan.inputs[0][0])
         plan.check(graph)
+        self.agree(plan.to_json(), "was started with another plan than rank 0")
         self.layouts = param_layouts(graph, plan)
+
+    def agree(self, value: str, otherwise: str) -> None:
+        """Raises on every rank where some rank's value differs from rank 0's."""
+        first, *others = self.comm.gather_objects(value)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise ShardwiseError(f"rank {rank} {otherwise}")
 
     def program(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
@@ -364,87 +397,5 @@ class _Run(torch.autograd.Function):
         return None, None, None, *ctx.model._backward(ctx.runtime, gradients)
 
 
-def _copy_structure(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The same modules with their own tables of tensors and children; tensors are shared."""
-    memo = {} if memo is None else memo
-    if id(module) not in memo:
-        twin = memo[id(module)] = copy.copy(module)
-        twin.__dict__ = dict(module.__dict__)
-        twin._parameters = dict(module._parameters)
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
-            name: _copy_structure(child, memo) if child is not None else None
-            for name, child in module._modules.items()
-        }
-    return memo[id(module)]
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _resolve(root: nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    return getattr(root.get_submodule(path), leaf)
-
-
-def _assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = root.get_submodule(path)
-    table = module._parameters if leaf in module._parameters else module._buffers
-    table[leaf] = tensor  # type: ignore[assignment]
-
-
 def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return y.contiguous(memory_format=memory_format_of(x)) if x.ndim == y.ndim else y
-
-
-def _from_root(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
-    """Copies of rank 0's tensors, sent packed: small messages waste bandwidth (P5)."""
-    copies = [tensor.detach().clone() for tensor in tensors]
-    kinds = {(t.dtype, t.device) for t in copies}
-    for kind in sorted(kinds, key=str) if comm.size > 1 else ():
-        alike = [t for t in copies if (t.dtype, t.device) == kind]
-        for bucket in _buckets(alike, num_bytes=64 << 20):
-            packed = torch.cat([t.reshape(-1) for t in bucket])
-            comm.broadcast(packed).wait()
-            for t, part in zip(bucket, packed.split([t.numel() for t in bucket]), strict=True):
-                t.copy_(part.view(t.shape))
-    return copies
-
-
-def _buckets(tensors: list[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of together about this many bytes."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        bucket.append(tensor)
-        if sum(t.numel() * t.element_size() for t in bucket) >= num_bytes:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
-
-
-def _block(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor:
-    """This rank's block of a whole tensor; without a layout, all of it."""
-    if layout is None or full.ndim == 0:
-        return full
-    box = layout[rank]
-    return (
-        full
-        if box == Box.whole(tuple(full.shape))
-        else full[box.slices_in(Box.whole(tuple(full.shape)))].clone()
-    )
-
-
-def _gather(block: torch.Tensor, layout: Layout, comm: Communicator) -> torch.Tensor:
-    """The whole tensor on every rank, from the ranks that hold its blocks."""
-    if block.ndim == 0:
-        return block.clone()
-    owners = layout.owners()
-    mine = owners[comm.rank]
-    part = block if not mine.empty else block.new_empty(mine.shape)
-    transfer = to_all(owners)
-    comm.prepare(transfer.groups)
-    return transfer(part, comm).clone()

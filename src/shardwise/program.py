@@ -7,7 +7,7 @@ the layer), a gathered version of it ("conv1>0"), or partial sums before they ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,9 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
+    differentiable: frozenset[str]  # values that depend on what is trained
     groups: tuple[tuple[int, ...], ...]  # of ranks that run collectives, of any rank
+    bound: dict[str, Local] = field(default_factory=dict)  # shares as the runtime completed them
 
 
 def to_all(layout: Layout) -> Transfer:
@@ -153,6 +155,8 @@ class _Compiler:
 
     def compile(self) -> Program:
         ops = [self._op(layer) for layer in self.graph.layers if layer.op != "input"]
+        moved = {move.source for move in self.moves.values()}
+        ops = [replace(op, local=replace(op.local, moved=op.result in moved)) for op in ops]
         outputs = tuple(self._output(name) for name in self.graph.outputs)
         runs = self._blocks(ops, outputs)
         forward = self._order(runs, late=False)
@@ -167,6 +171,7 @@ class _Compiler:
             inputs=self.graph.inputs,
             outputs=outputs,
             frees=_frees(forward, outputs),
+            differentiable=frozenset(self.differentiable),
             groups=self._groups(forward, outputs),
         )
 
@@ -256,8 +261,23 @@ class _Compiler:
             alone = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
             if not groups or moved or alone:
                 groups.append([])
-            groups[-1].append(op)
+            groups[-1].append(self._in_place(op, groups[-1], outputs))
         return [self._run(group, groups, outputs) for group in groups]
+
+    def _in_place(self, op: Op, group: list[Op], outputs: tuple[str, ...]) -> Op:
+        """Overwrites as the model does, where a layer of this block just made the operand.
+
+        The stock model's in-place ReLU saves a pass over memory; without it one worker was slower.
+        """
+        if not op.local.attrs.get("in_place") or op.local.moved:
+            return op
+        target = op.operands[0].name
+        maker = next((o for o in group if o.result == target), None)
+        readers = self.graph.consumers.get(target, ())
+        alone = readers == (op.local.layer.name,) and target not in outputs
+        if maker is None or not alone or not _makes_new_tensor(maker):
+            return op
+        return replace(op, local=replace(op.local, in_place=True))
 
     def _origin(self, value: str) -> str:
         """The value a block computed, from which this one was moved."""
@@ -320,6 +340,13 @@ class _Compiler:
         if isinstance(step, Run):
             return any(name in self.differentiable for name in step.outputs)
         return step.target in self.differentiable
+
+
+def _makes_new_tensor(op: Op) -> bool:
+    """Whether the result is memory of its own, and not kept for the backward pass."""
+    if op.local.attrs.get("called") in ("add", "sub"):
+        return True
+    return op.local.layer.op in ("conv", "linear", "batch_norm", "group_norm") and op.sums is None
 
 
 def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

@@ -68,7 +68,8 @@ class Runtime:
             return {
                 name: y for name, y in self._compute(run, inputs).items() if name in run.outputs
             }
-        leaves = {name: _leaf(x) for name, x in inputs.items()}
+        needed = self.program.differentiable
+        leaves = {name: _leaf(x, name in needed) for name, x in inputs.items()}
         with torch.enable_grad():
             values = self._compute(run, dict(leaves))
             outputs = {name: values[name] for name in run.outputs}
@@ -101,9 +102,12 @@ class Runtime:
 
     def _local(self, op: Op) -> Local:
         """The op's share, with the communication and the module that it may ask for."""
-        module = self.modules.get(op.local.attrs.get("module", None))
-        total = None if op.sums is None else self._sum(op.sums)
-        return replace(op.local, module=module, sum=total)
+        bound = self.program.bound
+        if op.result not in bound:
+            module = self.modules.get(op.local.attrs.get("module", None))
+            total = None if op.sums is None else self._sum(op.sums)
+            bound[op.result] = replace(op.local, module=module, sum=total)
+        return bound[op.result]
 
     def _sum(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
         shape = transfer.source[self.comm.rank].shape
@@ -189,9 +193,9 @@ class _Flow:
         return default() if default is not None else None
 
 
-def _leaf(x: torch.Tensor) -> torch.Tensor:
+def _leaf(x: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
     x = x.detach()
-    return x.requires_grad_() if x.is_floating_point() else x
+    return x.requires_grad_() if needs_gradient and x.is_floating_point() else x
 
 
 def cut(x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
@@ -220,7 +224,8 @@ def sum_segments(
     for name, param in params.items():
         if name not in layouts or layouts[name].numels[comm.rank] == 0:
             continue
-        gradients.setdefault(name, torch.zeros_like(param))
+        if name not in gradients:  # a rank without samples
+            gradients[name] = torch.zeros_like(param)
         ranks = layouts[name].segment(comm.rank)
         if len(ranks) > 1:
             segments.setdefault((ranks, param.dtype), []).append(name)

@@ -65,7 +65,7 @@ def compare(
 
 def _agreement(kind: str, found: Tensors, comm: Communicator) -> list[Comparison]:
     """Every rank must hold the same tensors, to the bit, in what each of them holds whole."""
-    sums = [float(tensor.double().sum()) for tensor in found.values()]
+    sums = [float(t.cpu().contiguous().double().sum()) for t in found.values()]
     everyone = comm.gather_objects(sums)
     same = all(other == sums or any(s != s for s in other) for other in everyone)
     return [] if same else [Comparison(kind, "differs between ranks", float("inf"))]

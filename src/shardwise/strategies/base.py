@@ -98,6 +98,8 @@ class Local:
     sums: Box | None = None  # of the statistics that are summed inside the layer
     sum: Callable[[torch.Tensor], torch.Tensor] | None = None  # sums them over the ranks
     module: Any = None
+    in_place: bool = False  # the first operand is read by nobody else and may be overwritten
+    moved: bool = False  # others read a moved copy of the output, so nobody keeps the output itself
 
     @property
     def attrs(self) -> Any:

@@ -24,8 +24,30 @@ class Pointwise(Strategy):
         return tuple(Need(broadcast(split, o.shape)) for o in split.layer.operands)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        result = local.layer.call(tensors)
+        if local.moved and local.attrs["called"] == "relu":
+            return SignReLU.apply(*tensors)  # type: ignore[return-value]
+        result = local.layer.call(tensors, local.in_place)
         return result if result.ndim else result.reshape(1)
+
+
+class SignReLU(torch.autograd.Function):
+    """ReLU that keeps the signs, a byte each, instead of its output.
+
+    The stock one is free where the next layer keeps that output anyway, but not where that layer
+    keeps a gathered copy: without this, a rank of a U-Net split in four needs 37 % of the memory
+    of one device, with it 34 % (benchmarks/memory.py).
+    """
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        y = torch.relu(x)
+        ctx.save_for_backward(y > 0)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (positive,) = ctx.saved_tensors
+        return gradient * positive
 
 
 class PReLU(Pointwise):
