@@ -215,6 +215,26 @@ def test_all_ranks_start_from_the_weights_of_rank_zero() -> None:
     assert all(on_four(_from_rank_zero))
 
 
+def _disagreement(what: str) -> str:
+    rank = Communicator().rank
+    plain, x = seeded(Net()), seeded_input((4, 3, 8, 7), seed=rank if what == "batch" else 0)
+    graph = capture(plain, x)
+    plan = Plan.uniform(graph, n=4) if what != "plan" or rank < 2 else Plan.uniform(graph, f=4)
+    try:
+        parallelize(plain, plan)(x)
+    except ShardwiseError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_batches_or_plans_are_all_told() -> None:
+    for message in shared_pool(4).run(_disagreement, "batch"):
+        assert message.startswith("rank 1 was given another batch than rank 0")
+    for message in shared_pool(4).run(_disagreement, "plan"):
+        assert message == "rank 2 was started with another plan than rank 0"
+    assert not any(shared_pool(4).run(_disagreement, "nothing"))
+
+
 def _half() -> torch.dtype:
     _, model, x = make(n=4)
     model.to(torch.float32).zero_grad()

@@ -5,6 +5,7 @@ from shardwise.capture import capture
 from shardwise.config import Config
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
+from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
 from shardwise.parallel import ParallelModel, parallelize
 from shardwise.plan import Plan
 
@@ -19,7 +20,11 @@ __all__ = [
     "Plan",
     "PlanError",
     "ShardwiseError",
+    "WorkerError",
     "capture",
+    "init_from_environment",
     "parallelize",
+    "run_local",
+    "under_launcher",
     "zoo",
 ]
