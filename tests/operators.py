@@ -28,6 +28,11 @@ class Means(nn.Module):
         )
 
 
+class Expand(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3), keepdim=True).expand(x.shape) - x
+
+
 class Extremes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.amax((1, 2), keepdim=True) + x.mean()
@@ -201,6 +206,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "channel shuffle": (ChannelShuffle(), (3, 6, 5, 4)),
     "chunk and cat": (ChunkAndCat(), (3, 8, 5, 4)),
     "means": (Means(), (3, 8, 5, 4)),
+    "expand": (Expand(), (3, 8, 5, 4)),
     "extremes": (Extremes(), (3, 8, 5, 4)),
     "crop": (Crop(), (3, 8, 5, 4)),
     "select": (Select(), (3, 8, 5, 4)),

@@ -155,6 +155,12 @@ class Strategy:
         """Forward floating-point operations per rank; [world]."""
         return (self.partial(split) or self.output(split)).numels.astype(float)
 
+    def bytes(self, split: Split, itemsize: int = 4) -> np.ndarray:
+        """Bytes that the forward computation reads and writes per rank; [world]."""
+        read = sum((need.layout.numels for need in self.needs(split)), np.zeros(split.world))
+        written = (self.partial(split) or self.output(split)).numels
+        return (read + written) * float(itemsize)
+
     def check(self, layer: Layer, config: Config, world: int) -> None:
         """Raises where this config cannot split this layer."""
         legal = self.axes(layer)

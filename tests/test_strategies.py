@@ -1,0 +1,86 @@
+"""What strategies say of operators: legal splits, layouts, weight blocks, flops and bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from operators import OPERATORS
+from shardwise import Config, Plan, capture
+from shardwise.graph import Layer
+from shardwise.layout import Layout
+from shardwise.strategies import STRATEGIES, Split, strategy_of
+
+
+def layer_of(module: nn.Module, *shape: int) -> Layer:
+    return capture(module, torch.zeros(shape)).layers[-1]
+
+
+def described(layer: Layer, **degrees: int):
+    config = Config(**degrees)
+    strategy, split = strategy_of(layer), Split.of(layer, config, config.num_workers)
+    strategy.check(layer, config, config.num_workers)
+    return strategy, split
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_outputs_are_partitions_and_reduced_parts_cover_them(name: str) -> None:
+    module, shape = OPERATORS[name]
+    graph = capture(module.double(), torch.zeros(shape, dtype=torch.float64))
+    for world in (2, 5, 8):
+        for seed in range(4):
+            plan = Plan.random(graph, world, seed)
+            for layer in graph.layers:
+                strategy = strategy_of(layer)
+                split = Split.of(layer, plan.layers[layer.name], world)
+                assert strategy.output(split).is_partition, (layer, plan.layers[layer.name])
+                assert len(strategy.needs(split)) == len(layer.operands)
+                assert (strategy.flops(split) >= 0).all() and (strategy.bytes(split) >= 0).all()
+
+
+def test_stationary_x_y_and_w_hold_the_weight_blocks_of_the_paper() -> None:
+    layer = layer_of(nn.Conv2d(8, 12, 3), 2, 8, 6, 6)
+    for degrees, block in (({"c": 4}, (12, 2)), ({"f": 4}, (3, 8)), ({"c": 2, "f": 2}, (6, 4))):
+        strategy, split = described(layer, **degrees)
+        x, weight, bias = (need.layout for need in strategy.needs(split))
+        assert {weight[rank].shape for rank in range(4)} == {(*block, 3, 3)}
+        assert {x[rank].shape[1] for rank in range(4)} == {block[1]}
+        assert weight.owners().is_partition and bias.owners().is_partition
+        assert (strategy.partial(split) is not None) == ("c" in degrees)
+
+
+def test_the_parts_of_a_convolution_do_its_work_once() -> None:
+    layer = layer_of(nn.Conv2d(8, 12, 3, padding=1), 4, 8, 6, 6)
+    expected = 2.0 * 4 * 12 * 6 * 6 * 8 * 9
+    for degrees in ({"n": 4}, {"h": 2, "w": 2}, {"c": 4}, {"f": 3}, {"c": 2, "f": 2}, {"n": 1}):
+        strategy, split = described(layer, **degrees)
+        assert strategy.flops(split).sum() == expected
+    linear = layer_of(nn.Linear(10, 6), 8, 10)
+    for degrees in ({"n": 4}, {"c": 5}, {"f": 3}, {"c": 2, "f": 2}):
+        strategy, split = described(linear, **degrees)
+        assert strategy.flops(split).sum() == 2.0 * 8 * 10 * 6
+
+
+def test_bytes_count_what_is_read_and_written() -> None:
+    layer = layer_of(nn.Linear(10, 6), 8, 10)
+    strategy, split = described(layer, n=2)
+    assert strategy.bytes(split, itemsize=4).tolist() == [4 * (4 * 10 + 60 + 6 + 4 * 6)] * 2
+
+
+def test_norms_sum_two_numbers_per_group_only_where_a_group_spans_ranks() -> None:
+    batch_norm = layer_of(nn.BatchNorm2d(6), 4, 6, 5, 5)
+    strategy, split = described(batch_norm, n=2)
+    assert strategy.sums(split) == Layout.of((2, 1, 6), [np.array([[0, s]] * 2) for s in (2, 1, 6)])
+    strategy, split = described(batch_norm, f=3)
+    assert strategy.sums(split) is None
+    group_norm = layer_of(nn.GroupNorm(3, 6), 4, 6, 5, 5)
+    strategy, split = described(group_norm, f=2)  # a group lies on both ranks
+    sums = strategy.sums(split)
+    assert sums is not None and not sums.is_segmented
+
+
+def test_every_operator_of_the_graph_has_a_strategy() -> None:
+    graphs = [capture(m.double(), torch.zeros(s).double()) for m, s in OPERATORS.values()]
+    assert {layer.op for graph in graphs for layer in graph.layers} == set(STRATEGIES)
