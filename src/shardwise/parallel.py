@@ -308,8 +308,24 @@ class ParallelModel(nn.Module):
             for name, block in blocks.items():
                 assign(self, name, block)
 
-    def full_gradients(self) -> Tensors:
-        """Every parameter's whole gradient, by its original name; all ranks must call it."""
+    def full_tensors(self, ranks: tuple[int, ...] | None = None) -> Tensors:
+        """Every whole parameter and buffer by its name; on all ranks, or on those given.
+
+        All ranks must call it; on other ranks than those given, split tensors are empty.
+        """
+        state, found, whole = self._shardwise, {}, {}
+        for name, tensor in named_tensors(self):
+            layout = state.layouts.get(name)
+            if id(tensor) not in whole:
+                value = tensor.detach()
+                if layout is not None:
+                    value = gather_whole(value, layout, state.comm, ranks)
+                whole[id(tensor)] = value
+            found[name] = whole[id(tensor)]
+        return found
+
+    def full_gradients(self, ranks: tuple[int, ...] | None = None) -> Tensors:
+        """Every parameter's whole gradient by its name; see `full_tensors`."""
         state, gradients = self._shardwise, {}
         here = {name for name, param in self.named_parameters() if param.grad is not None}
         anywhere = set().union(*state.comm.gather_objects(here))
@@ -318,8 +334,16 @@ class ParallelModel(nn.Module):
                 continue
             block = param.grad if param.grad is not None else torch.zeros_like(param)
             layout = state.layouts.get(name)
-            gradients[name] = block if layout is None else gather_whole(block, layout, state.comm)
+            if layout is not None:
+                block = gather_whole(block, layout, state.comm, ranks)
+            gradients[name] = block
         return gradients
+
+    def blocks(self) -> dict[str, tuple[Box, torch.Tensor]]:
+        """This rank's block of every split tensor, and where it lies."""
+        state = self._shardwise
+        found = {n: (state.layouts[n], t) for n, t in named_tensors(self) if n in state.layouts}
+        return {name: (layout[state.comm.rank], t) for name, (layout, t) in found.items()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients as torch's clip_grad_norm_ would on one device."""

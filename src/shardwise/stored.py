@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.layout import Layout
-from shardwise.program import to_all
+from shardwise.transfer import Transfer
 
 
 def weightless(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,13 +91,17 @@ def block_of(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tens
     )
 
 
-def gather_whole(block: torch.Tensor, layout: Layout, comm: Communicator) -> torch.Tensor:
-    """The whole tensor on every rank, from the ranks that hold its blocks."""
+def gather_whole(
+    block: torch.Tensor, layout: Layout, comm: Communicator, ranks: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The whole tensor from the ranks that hold its blocks; on all ranks, or on those given."""
     if block.ndim == 0:
         return block.clone()
     owners = layout.owners()
     mine = owners[comm.rank]
     part = block if not mine.empty else block.new_empty(mine.shape)
-    transfer = to_all(owners)
+    wanted = range(comm.size) if ranks is None else ranks
+    transfer = Transfer(owners, Layout.on(layout.shape, layout.world, wanted))
     comm.prepare(transfer.groups)
-    return transfer(part, comm).clone()
+    whole = transfer(part, comm)
+    return whole.clone() if whole is part else whole

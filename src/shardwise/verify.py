@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,23 +53,33 @@ def compare(
     comm = comm or Communicator()
     results: list[Comparison] = []
     reference = _train(copy.deepcopy(model), inputs, num_steps) if comm.rank == 0 else None
-    for kind, found in _train(
-        parallelize(model, plan, comm=comm, graphs=graphs), inputs, num_steps
-    ):
-        results += _agreement(kind, found, comm)
+    parallel = parallelize(model, plan, comm=comm, graphs=graphs)
+    for kind, found in _train(parallel, inputs, num_steps):
+        if kind in ("output", "loss"):
+            results += _agreement(kind, {name: ("", t) for name, t in found.items()}, comm)
         if reference is not None:
             expected_kind, expected = next(reference)
             assert kind == expected_kind
             results += _errors(kind, found, expected)
-    return results
+    return results + _agreement("weight", parallel.blocks(), comm)
 
 
-def _agreement(kind: str, found: Tensors, comm: Communicator) -> list[Comparison]:
-    """Every rank must hold the same tensors, to the bit, in what each of them holds whole."""
-    sums = [float(t.cpu().contiguous().double().sum()) for t in found.values()]
-    everyone = comm.gather_objects(sums)
-    same = all(other == sums or any(s != s for s in other) for other in everyone)
-    return [] if same else [Comparison(kind, "differs between ranks", float("inf"))]
+def _agreement(
+    kind: str, found: Mapping[str, tuple[Any, torch.Tensor]], comm: Communicator
+) -> list[Comparison]:
+    """Ranks that hold the same part of a tensor must hold the same numbers, to the bit."""
+    sums = {
+        (name, str(place)): repr(float(tensor.detach().cpu().contiguous().double().sum()))
+        for name, (place, tensor) in found.items()
+    }
+    different: dict[str, Comparison] = {}
+    known: dict[tuple[str, str], str] = {}
+    for everyone in comm.gather_objects(sums):
+        for key, value in everyone.items():
+            if known.setdefault(key, value) != value:
+                name = f"{key[0]} differs between ranks"
+                different[name] = Comparison(kind, name, float("inf"))
+    return list(different.values())
 
 
 Tensors = dict[str, torch.Tensor]
@@ -93,7 +104,7 @@ def _train(
             yield "gradient", _gradients(model, inputs)
         yield "loss", {f"step {step + 1}": loss.detach()}
         optimizer.step()
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state = model.full_tensors((0,)) if isinstance(model, ParallelModel) else _state(model)
     weights = {name for name, _ in model.named_parameters()}
     yield "statistics", {name: tensor for name, tensor in state.items() if name not in weights}
     yield "weight", {name: tensor for name, tensor in state.items() if name in weights}
@@ -109,13 +120,18 @@ def _loss(y: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Tensors:
     if isinstance(model, ParallelModel):
-        gradients = model.full_gradients()
+        gradients = model.full_gradients((0,))
     else:
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for index, x in enumerate(inputs):
         if x.grad is not None:
             gradients[f"input {index}"] = x.grad
-    return {name: gradients[name].clone() for name in sorted(gradients)}
+    return {name: gradients[name] for name in sorted(gradients)}
+
+
+def _state(model: nn.Module) -> Tensors:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def _errors(kind: str, found: Tensors, expected: Tensors) -> list[Comparison]:
