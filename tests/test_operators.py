@@ -18,5 +18,5 @@ def test_an_operator_under_any_plan_equals_one_device(name: str) -> None:
     module, x = seeded(module), seeded_input(shape)
     graph = capture(module, x)
     plans = [Plan.uniform(graph, 4, **degrees) for degrees in UNIFORM]
-    plans += [Plan.random(graph, world, seed) for world in (1, 2, 3, 4, 8) for seed in range(2)]
+    plans += [Plan.random(graph, world, seed=world) for world in (2, 3, 4, 8)]
     assert_exact(module, x, plans, graph)

@@ -208,9 +208,10 @@ class ParallelModel(nn.Module):
         if state.output == "full":
             layouts = program.layouts
             full = [to_all(layouts[name]).start(y, state.comm) for name, y in values.items()]
-            for (name, part), wait in zip(list(values.items()), full, strict=True):
-                y = wait()  # a rank without a part of it takes the memory format of the input
-                values[name] = y if part.numel() else _formatted_like(inputs[0], y)
+            values = {name: wait() for name, wait in zip(values, full, strict=True)}
+        if state.output == "full" and state.comm.size > 1:
+            # One memory format on all ranks, so that their losses agree to the bit.
+            values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
         return tuple(values[name] for name in program.outputs)
 
     def _backward(self, runtime: Runtime, gradients: tuple[Any, ...]) -> list[Any]:
@@ -422,4 +423,5 @@ class _Run(torch.autograd.Function):
 
 
 def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return y.contiguous(memory_format=memory_format_of(x)) if x.ndim == y.ndim else y
+    same_rank = x.ndim == y.ndim
+    return y.contiguous(memory_format=memory_format_of(x)) if same_rank else y.contiguous()
