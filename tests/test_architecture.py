@@ -18,9 +18,12 @@ DESCRIBE = {
     "operators",
     "capture",
     "strategies",
+    "transfer",
+    "units",
+    "cluster",
 }
-DECIDE = {"plan"}
-EXECUTE = {"comm", "transfer", "program", "runtime", "stored", "parallel"}
+DECIDE = {"plan", "program", "network", "traffic", "search"}
+EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

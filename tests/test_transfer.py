@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pool import shared_pool
 from shardwise.box import Box
 from shardwise.comm import Communicator
+from shardwise.exchange import carry
 from shardwise.layout import Layout, blocks
 from shardwise.transfer import Transfer
 
@@ -49,7 +50,7 @@ def covers(draw, world: int) -> Layout:
 def _run(transfer: Transfer, parts: list[torch.Tensor]) -> torch.Tensor:
     comm = Communicator()
     comm.prepare(transfer.groups)
-    return transfer(parts[comm.rank], comm)
+    return carry(transfer, parts[comm.rank], comm)
 
 
 def move(transfer: Transfer, parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def test_equal_layouts_move_nothing_and_hand_out_the_same_tensor() -> None:
     transfer = Transfer(layout, layout)
     assert transfer.is_identity and not transfer.messages.any()
     x = torch.zeros(2, 6)
-    assert transfer(x, Communicator()) is x
+    assert carry(transfer, x, Communicator()) is x
 
 
 def test_collectives_of_the_backend_run_where_they_match() -> None:

@@ -15,6 +15,7 @@ from shardwise.box import Box
 from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.exchange import memory_format_of, start
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
@@ -29,7 +30,6 @@ from shardwise.stored import (
     resolve,
     weightless,
 )
-from shardwise.transfer import memory_format_of
 
 
 def parallelize(
@@ -207,7 +207,7 @@ class ParallelModel(nn.Module):
         values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
         if state.output == "full":
             layouts = program.layouts
-            full = [to_all(layouts[name]).start(y, state.comm) for name, y in values.items()]
+            full = [start(to_all(layouts[name]), y, state.comm) for name, y in values.items()]
             values = {name: wait() for name, wait in zip(values, full, strict=True)}
         if state.output == "full" and state.comm.size > 1:
             # One memory format on all ranks, so that their losses agree to the bit.

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.box import Box
 from shardwise.comm import Communicator
+from shardwise.exchange import carry, start
 from shardwise.layout import Layout
 from shardwise.program import Cut, Move, Op, Program, Run, Source
 from shardwise.strategies import Local
@@ -54,7 +55,7 @@ class Runtime:
             if isinstance(step, Run):
                 values |= self._run(step, {name: value(name) for name in step.inputs}, record)
             elif isinstance(step, Move):
-                pending[step.target] = step.transfer.start(value(step.source), self.comm)
+                pending[step.target] = start(step.transfer, value(step.source), self.comm)
             else:
                 values[step.target] = cut(
                     value(step.source), self.program.boxes[step.target], step.need.fill
@@ -111,7 +112,7 @@ class Runtime:
 
     def _sum(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
         shape = transfer.source[self.comm.rank].shape
-        return lambda x: transfer(x.reshape(shape), self.comm).view(x.shape)
+        return lambda x: carry(transfer, x.reshape(shape), self.comm).view(x.shape)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Runtime:
                 self._run_backward(step, flow, blocks, params)
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
-                back = step.transfer.transpose.start(gradient, self.comm)
+                back = start(step.transfer.transpose, gradient, self.comm)
                 flow.add_later(step.source, back)
             else:
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.box import Box
 from shardwise.comm import Communicator
+from shardwise.exchange import carry
 from shardwise.layout import Layout
 from shardwise.transfer import Transfer
 
@@ -103,5 +104,5 @@ def gather_whole(
     wanted = range(comm.size) if ranks is None else ranks
     transfer = Transfer(owners, Layout.on(layout.shape, layout.world, wanted))
     comm.prepare(transfer.groups)
-    whole = transfer(part, comm)
+    whole = carry(transfer, part, comm)
     return whole.clone() if whole is part else whole
