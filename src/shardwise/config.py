@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 # Grid axes, outermost first: samples, depth, height, width, filters (or output channels), input
 # channels. Filters before channels: the output of a c x f split then lies in rank order (P2).
 AXES = ("n", "d", "h", "w", "f", "c")
+GRADIENTS = ("sum", "gather")
 AXIS_NAMES = {
     "n": "samples",
     "d": "depth",
@@ -25,6 +27,9 @@ AXIS_NAMES = {
 class Config:
     """Degrees over the grid axes and the ranks that form the grid, in row-major order.
 
+    With gradient="gather" the ranks that share a block of weights do not sum their gradients: they
+    gather inputs and errors of all samples, and each computes the whole gradient of the block (P3).
+
     >>> str(Config(n=2, h=2))
     'n=2 h=2'
     >>> str(Config(f=2, ranks=(1, 3)))
@@ -38,8 +43,11 @@ class Config:
     f: int = 1
     c: int = 1
     ranks: tuple[int, ...] = field(default=())
+    gradient: str = "sum"  # of the weights: each rank's part is summed, or "gather" (P3)
 
     def __post_init__(self) -> None:
+        if self.gradient not in GRADIENTS:
+            raise ValueError(f"gradient {self.gradient!r} must be {' or '.join(GRADIENTS)}")
         for axis in AXES:
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
@@ -81,6 +89,16 @@ class Config:
         return " ".join(parts) or "whole"
 
     def __str__(self) -> str:
+        text = self._split + ("" if self.gradient == "sum" else " gather")
         if self.ranks == tuple(range(self.num_workers)):
-            return self._split
-        return f"{self._split} @{','.join(map(str, self.ranks))}"
+            return text
+        return f"{text} @{_ranges_text(self.ranks)}"
+
+
+def _ranges_text(ranks: tuple[int, ...]) -> str:
+    """A short form where ranks are evenly spaced: 0:16:4 for 0,4,8,12."""
+    if len(ranks) > 2:
+        steps = {b - a for a, b in pairwise(ranks)}
+        if len(steps) == 1 and (step := steps.pop()) > 0:
+            return f"{ranks[0]}:{ranks[-1] + step}:{step}"
+    return ",".join(map(str, ranks))

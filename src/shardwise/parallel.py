@@ -229,7 +229,8 @@ class ParallelModel(nn.Module):
         params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
         inputs, blocks = runtime.backward(parts, params)
         used = {n: params[n] for step in program.backward for n in getattr(step, "params", ())}
-        sum_segments(blocks, dict(sorted(used.items())), program.params, state.comm)
+        summed = {n: p for n, p in sorted(used.items()) if n not in program.gathered}
+        sum_segments(blocks, summed, program.params, state.comm)
         for name in used:
             if name in blocks:
                 param = params[name]

@@ -127,6 +127,8 @@ class Plan:
             }
             if config.ranks != tuple(range(config.num_workers)):
                 entry["ranks"] = list(config.ranks)
+            if config.gradient != "sum":
+                entry["gradient"] = config.gradient
             layers[name] = entry
         head = {
             "format": FORMAT,
@@ -189,6 +191,7 @@ class _Entry(BaseModel):
     f: int = Field(1, ge=1)
     c: int = Field(1, ge=1)
     ranks: tuple[int, ...] = ()
+    gradient: str = "sum"
 
 
 class _PlanFile(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.box import Box
+from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan
@@ -39,6 +40,7 @@ class Op:
     result: str
     active: bool  # whether this rank has anything to do
     sums: Transfer | None = None  # of the statistics inside the layer
+    gathers: tuple[Transfer, ...] = ()  # for the gradient of the weights
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Program:
     frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
     differentiable: frozenset[str]  # values that depend on what is trained
     groups: tuple[tuple[int, ...], ...]  # of ranks that run collectives, of any rank
+    gathered: frozenset[str]  # parameters whose gradient every rank computes whole
     bound: dict[str, Local] = field(default_factory=dict)  # shares as the runtime completed them
 
 
@@ -173,6 +176,7 @@ class _Compiler:
             frees=_frees(forward, outputs),
             differentiable=frozenset(self.differentiable),
             groups=self._groups(forward, outputs),
+            gathered=self._gathered_params(ops),
         )
 
     def _groups(self, steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[Any, ...]:
@@ -180,10 +184,24 @@ class _Compiler:
         transfers = [step.transfer for step in steps if isinstance(step, Move)]
         transfers += [t.transpose for t in transfers]
         transfers += [op.sums for run in steps if isinstance(run, Run) for op in run.ops if op.sums]
+        transfers += [
+            g for run in steps if isinstance(run, Run) for op in run.ops for g in op.gathers
+        ]
         transfers += [to_all(self.layouts[name]) for name in outputs]
         groups = {group for transfer in transfers for group in transfer.groups}
         groups |= {group for layout in self.params.values() for group in layout.segments}
         return tuple(sorted(groups))
+
+    def _gathered_params(self, ops: list[Op]) -> frozenset[str]:
+        """Parameters of layers that gather; one that another layer shares must be gathered too."""
+        names = [(s.name, bool(op.gathers)) for op in ops for s in op.operands if s.kind == "param"]
+        mixed = {name for name, gathers in names if gathers} & {n for n, g in names if not g}
+        if mixed:
+            raise PlanError(
+                f"parameter {min(mixed)!r} is shared by layers, and only some of them have "
+                "gradient 'gather'; give all of them the same"
+            )
+        return frozenset(name for name, gathers in names if gathers)
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -207,9 +225,13 @@ class _Compiler:
         sums = strategy.sums(split)
         box = sums[self.rank] if sums is not None else None
         local = Local(layer, config, layout[self.rank], tuple(s.box for s in operands), box)
-        active = not local.output.empty or strategy.draws or (box is not None and not box.empty)
         total = Transfer(sums, sums) if sums is not None else None
-        return Op(strategy, local, operands, result, active, total)
+        gathers = tuple(Transfer(*layouts) for layouts in strategy.gathers(split))
+        joins = (box is not None and not box.empty) or any(
+            g.target.numels[self.rank] for g in gathers
+        )
+        active = not local.output.empty or strategy.draws or joins
+        return Op(strategy, local, operands, result, active, total, gathers)
 
     def _trains(self, operands: tuple[Source, ...]) -> bool:
         return any(s.kind == "param" and s.name in self.trainable for s in operands)

@@ -107,8 +107,12 @@ class Runtime:
         if op.result not in bound:
             module = self.modules.get(op.local.attrs.get("module", None))
             total = None if op.sums is None else self._sum(op.sums)
-            bound[op.result] = replace(op.local, module=module, sum=total)
+            gather = tuple(self._gather(transfer) for transfer in op.gathers)
+            bound[op.result] = replace(op.local, module=module, sum=total, gather=gather)
         return bound[op.result]
+
+    def _gather(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: carry(transfer, x, self.comm)
 
     def _sum(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
         shape = transfer.source[self.comm.rank].shape

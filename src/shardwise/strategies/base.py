@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from math import prod
 from typing import Any
 
@@ -50,6 +50,11 @@ class Split:
 
     @cached_property
     def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
+        return {}
+
+    @cached_property
+    def memory(self) -> dict[tuple[str, str], Any]:
+        """What strategies have said about this split, see `remembered`."""
         return {}
 
     @cached_property
@@ -97,6 +102,7 @@ class Local:
     needs: tuple[Box, ...]
     sums: Box | None = None  # of the statistics that are summed inside the layer
     sum: Callable[[torch.Tensor], torch.Tensor] | None = None  # sums them over the ranks
+    gather: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # see Strategy.gathers
     module: Any = None
     in_place: bool = False  # the first operand is read by nobody else and may be overwritten
     moved: bool = False  # others read a moved copy of the output, so nobody keeps the output itself
@@ -116,11 +122,42 @@ class Local:
         return [next(present) if there else None for there in self.attrs["present"]]
 
 
+def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], Any]:
+    """A strategy's answer about a split, given once and kept with the split."""
+    name = method.__qualname__
+
+    @wraps(method)
+    def answer(strategy: Any, split: Split) -> Any:
+        key = (type(strategy).__name__, name)
+        if key not in split.memory:
+            split.memory[key] = method(strategy, split)
+        return split.memory[key]
+
+    return answer
+
+
 class Strategy:
     """An operator whose output is split by its own labels; a base for all others."""
 
     joint_channels = True  # f and c split the same dimension, so their product is limited
     draws = False  # uses random numbers, which every rank must draw to stay in step
+    can_gather = False  # the gradient of its weights may be computed from gathered inputs (P3)
+    free = False  # hands out a view of its operand: no time, no memory
+    keeps_inputs = False  # for the backward pass
+    keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
+
+    def __init_subclass__(cls) -> None:
+        for name in ("output", "partial", "needs", "sums"):
+            if name in cls.__dict__:
+                setattr(cls, name, remembered(cls.__dict__[name]))
+
+    def keeps_output(self, layer: Layer) -> bool:
+        """Whether the backward pass reads the output."""
+        return False
+
+    def keeps(self, layer: Layer) -> bool:
+        """Whether the backward pass reads the operands."""
+        return self.keeps_inputs
 
     def axes(self, layer: Layer) -> dict[str, int]:
         """The axes that may split this layer and their largest degrees."""
@@ -130,6 +167,7 @@ class Strategy:
                 limits[axis] = size
         return limits
 
+    @remembered
     def output(self, split: Split) -> Layout:
         """The partition of the output."""
         ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
@@ -146,6 +184,13 @@ class Strategy:
     def sums(self, split: Split) -> Layout | None:
         """The cover of statistics summed inside the layer, in forward and in backward."""
         return None
+
+    def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
+        """What is gathered for the gradient of the weights (P3), each from its layout to another.
+
+        First the operand, then the gradient of the output.
+        """
+        return ()
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The local computation: from the needed boxes to the box of the output."""
@@ -183,6 +228,11 @@ class Strategy:
             raise PlanError(
                 f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
                 f"workers; legal: 0 to {world - 1}"
+            )
+        if config.gradient == "gather" and (config.num_workers != config.n or not self.can_gather):
+            raise PlanError(
+                f"layer {layer.name!r} ({layer.op}): gradient 'gather' is for linear layers that "
+                f"are split over samples only, not for {config}"
             )
         joint = LABEL_AXES["c"]
         if "c" in layer.dims and "c" in legal and self.joint_channels:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from shardwise.graph import Layer
 from shardwise.layout import Layout, Ranges
-from shardwise.strategies.base import Local, Need, Split, Strategy
+from shardwise.strategies.base import Local, Need, Split, Strategy, whole
 
 
 class Contraction(Strategy):
@@ -23,6 +23,7 @@ class Contraction(Strategy):
 
     channel_dim = 1
     joint_channels = False
+    keeps_inputs = True
 
     def partial(self, split: Split) -> Layout | None:
         if split.config.c == 1:
@@ -40,10 +41,33 @@ class Contraction(Strategy):
         return Need(Layout.of((num_filters,), [split.ranges(num_filters, "f") * first]))
 
 
+class GatheredLinear(torch.autograd.Function):
+    """A linear layer whose weights' gradient every rank computes whole, for all samples (P3)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, gather):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.gather = gather
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        dx = dy @ weight if of_x else None
+        dw = db = None
+        if of_weight or of_bias:
+            inputs, errors = (g(t) for g, t in zip(ctx.gather, (x, dy), strict=True))
+            dw = errors.flatten(0, -2).T @ inputs.flatten(0, -2) if of_weight else None
+            db = errors.flatten(0, -2).sum(0) if of_bias else None
+        return dx, dw, db, None
+
+
 class Linear(Contraction):
     """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
 
     channel_dim = -1
+    can_gather = True
 
     def axes(self, layer: Layer) -> dict[str, int]:
         num_filters, num_channels = layer.operands[1].shape
@@ -58,9 +82,19 @@ class Linear(Contraction):
         needs = [Need(inputs), Need(block)]
         return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
 
+    def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
+        if split.config.gradient == "sum" or split.config.n == 1:
+            return ()
+        held = self.needs(split)[0].layout, self.output(split)
+        return tuple((layout, whole(split, layout.shape)) for layout in held)
+
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         x, weight, bias = [*tensors, None][:3]
         bias = bias if bias is not None and bias.numel() else None
+        if local.gather:
+            x = x if x.numel() else x.reshape(*x.shape[:-1], weight.shape[1])  # no samples here
+            y: torch.Tensor = GatheredLinear.apply(x, weight, bias, local.gather)  # type: ignore
+            return y.reshape(local.output.shape)
         return functional.linear(x, weight, bias)
 
     def flops(self, split: Split) -> np.ndarray:

@@ -91,6 +91,8 @@ class Normalize(torch.autograd.Function):
 class Norm(Strategy):
     """What the four norms share. Subclasses say what is summed and where parameters lie."""
 
+    keeps_inputs = True
+
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
         """Where the blocks of weight and bias lie."""
         return Layout.of(shape, [split.dim_ranges(1)])

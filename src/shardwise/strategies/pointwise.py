@@ -17,8 +17,19 @@ class Input(Strategy):
         return ()
 
 
+# What the backward pass of an operator reads; all others read their operands.
+KEEP_NOTHING = frozenset("add sub neg rsub clone to _to_copy alias detach zeros_like".split())  # noqa: SIM905
+KEEP_OUTPUT = frozenset("relu sigmoid tanh exp sqrt hardsigmoid elu".split())  # noqa: SIM905
+
+
 class Pointwise(Strategy):
     """Unary and broadcasting operators, called as they are on the local parts."""
+
+    def keeps(self, layer: Layer) -> bool:
+        return layer.attrs.get("called") not in {*KEEP_NOTHING, *KEEP_OUTPUT}
+
+    def keeps_output(self, layer: Layer) -> bool:
+        return layer.attrs.get("called") in KEEP_OUTPUT
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return tuple(Need(broadcast(split, o.shape)) for o in split.layer.operands)
@@ -66,6 +77,8 @@ class PReLU(Pointwise):
 class Expand(Pointwise):
     """Broadcasting to a larger shape."""
 
+    free = True
+
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[0].expand(local.output.shape)
 
@@ -78,6 +91,7 @@ class Dropout(Pointwise):
     """
 
     draws = True
+    keeps_bytes = 4  # the mask
     feature = False  # whole channels are dropped
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Pool(Strategy):
     """Pooling with a fixed kernel; split space is padded by the transfer, with `fill`."""
 
     fill = 0.0
+    keeps_inputs = True
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, attrs = split.layer.operands[0].shape, split.layer.attrs
@@ -63,6 +64,7 @@ class Pool(Strategy):
 
 class MaxPool(Pool):
     fill = float("-inf")
+    keeps_bytes = 8  # where each maximum was found
 
     def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
@@ -116,6 +118,8 @@ def adaptive_window(ranges: Ranges, size: int, outputs: int) -> Ranges:
 
 class AdaptivePool(Strategy):
     """Pooling to a given size; the windows of neighbouring outputs may overlap."""
+
+    keeps_inputs = True
 
     def __init__(self, stock: dict) -> None:
         self.stock = stock

@@ -29,6 +29,8 @@ class View(Moves):
     block is cut out of these rows after the reshape.
     """
 
+    free = True
+
     def needs(self, split: Split) -> tuple[Need, ...]:
         source, target = split.layer.operands[0].shape, split.layer.shape
         ranges: list[Ranges] = [split.whole(size) for size in source]
@@ -118,6 +120,8 @@ class Cat(Moves):
 
 class Slice(Moves):
     """A strided part of one dimension."""
+
+    free = True
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape

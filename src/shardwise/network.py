@@ -1,0 +1,244 @@
+"""How long traffic takes on the links of a cluster.
+
+A *port* joins a unit (a worker, a host, a switch) to its level's medium. What a transfer or a sum
+puts on every port, at every level, decides its time: the busiest port, plus the messages' latency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.cluster import Cluster, Link
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """One level of links: which unit every rank lies in, and which units share a medium."""
+
+    link: Link
+    units: np.ndarray  # int64 [world], ascending
+    groups: np.ndarray  # int64 [world], ascending
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """The first rank of every unit."""
+        return np.flatnonzero(np.diff(self.units, prepend=-1))
+
+    @cached_property
+    def group_starts(self) -> np.ndarray:
+        """The first unit of every group."""
+        return np.flatnonzero(np.diff(self.groups[self.starts], prepend=-1))
+
+    def per_unit(self, amounts: np.ndarray) -> np.ndarray:
+        """Sums over the ranks of every unit; [..., world] to [..., units]."""
+        if len(self.starts) == amounts.shape[-1]:
+            return amounts
+        return np.add.reduceat(amounts, self.starts, axis=-1)
+
+    def seconds(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+        """The time of the busiest port; bytes per unit, [..., units] to [...]."""
+        if self.link.shared:
+            sent = np.add.reduceat(sent, self.group_starts, axis=-1)
+            received = np.add.reduceat(received, self.group_starts, axis=-1)
+        busiest = np.maximum(sent.max(axis=-1), received.max(axis=-1))
+        return busiest / self.link.rate
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a cluster between its workers, innermost level first."""
+
+    cluster: Cluster
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        cluster = self.cluster
+        levels = [
+            Level(link, cluster.units(index), cluster.groups(index))
+            for index, link in enumerate(cluster.links)
+        ]
+        return tuple(level for level in levels if len(level.starts) > 1) or (levels[0],)
+
+    @property
+    def world(self) -> int:
+        return self.cluster.world
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def message_seconds(self, matrix: np.ndarray) -> float:
+        """The time of messages that all start together; bytes from rank r to rank q."""
+        if not matrix.any():
+            return 0.0
+        seconds, latency = 0.0, 0.0
+        rank_from, rank_to = np.nonzero(matrix)
+        sizes = matrix[rank_from, rank_to].astype(float)
+        for level in self.levels:
+            crossing = level.units[rank_from] != level.units[rank_to]
+            if not crossing.any():
+                continue
+            count = len(level.starts)
+            sent = np.bincount(level.units[rank_from], sizes * crossing, minlength=count)
+            received = np.bincount(level.units[rank_to], sizes * crossing, minlength=count)
+            seconds = max(seconds, float(level.seconds(sent, received)))
+            latency = level.link.latency
+        messages = np.maximum(np.bincount(rank_from).max(), np.bincount(rank_to).max())
+        return seconds + latency * float(messages)
+
+    # -- sums ----------------------------------------------------------------------------------
+
+    def sum_seconds(self, segments: np.ndarray, nbytes: float) -> float:
+        """The time in which every segment sums a block of so many bytes, all segments at once.
+
+        `segments` numbers the segment of each rank (-1: none). The best algorithm counts: the ring,
+        recursive halving and doubling with near or far partners first (P5), or two levels of rings.
+        """
+        times = [fixed + per_byte * nbytes for fixed, per_byte in self._sum_models(segments)]
+        return min(times, default=0.0)
+
+    def sum_bytes(self, segments: np.ndarray, nbytes: float) -> float:
+        """The bytes that a sum moves in all: each rank sends its block nearly twice."""
+        ring = _Ring.of(segments)
+        if ring is None:
+            return 0.0
+        share = 1.0 if self._highest(ring).link.staged else (ring.sizes - 1) / ring.sizes
+        return float((2.0 * share * np.ones(len(ring.ranks))).sum() * nbytes)
+
+    @cached_property
+    def _known(self) -> dict[bytes, list[tuple[float, float]]]:
+        return {}
+
+    def _sum_models(self, segments: np.ndarray) -> list[tuple[float, float]]:
+        """Per algorithm: the time of its messages' latency, and the time per byte of a block."""
+        key = segments.tobytes()
+        if key not in self._known:
+            ring = _Ring.of(segments)
+            self._known[key] = [] if ring is None else self._algorithms(ring)
+        return self._known[key]
+
+    def _algorithms(self, ring: _Ring) -> list[tuple[float, float]]:
+        link = (level := self._highest(ring)).link
+        if link.sum_bandwidth is not None:
+            share = 2.0 * (ring.size - 1) / ring.size
+            return [(link.sum_latency or 0.0, share / link.sum_bandwidth)]
+        if link.staged:
+            amounts = level.per_unit(np.bincount(ring.ranks, minlength=self.world).astype(float))
+            return [(2.0 * link.latency, 2.0 * float(level.seconds(amounts, amounts)))]
+        models = [
+            self._ring(ring),
+            self._halving(ring, near_first=True),
+            self._halving(ring, near_first=False),
+            self._two_levels(ring),
+        ]
+        return [model for model in models if model is not None]
+
+    def _highest(self, ring: _Ring) -> Level:
+        """The outermost level that any segment crosses."""
+        for level in reversed(self.levels):
+            if (level.units[ring.ranks] != level.units[ring.next]).any():
+                return level
+        return self.levels[0]
+
+    def _step(self, ranks: np.ndarray, partners: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Every rank sends to one partner: the latency, and the time of the bytes."""
+        seconds, latency = 0.0, 0.0
+        for level in self.levels:
+            crossing = level.units[ranks] != level.units[partners]
+            if crossing.any():
+                count = len(level.starts)
+                sent = np.bincount(level.units[ranks], sizes * crossing, minlength=count)
+                received = np.bincount(level.units[partners], sizes * crossing, minlength=count)
+                seconds = max(seconds, float(level.seconds(sent, received)))
+                latency = level.link.latency
+        return np.array([latency, seconds])
+
+    def _ring(self, ring: _Ring) -> tuple[float, float]:
+        step = self._step(ring.ranks, ring.next, 1.0 / ring.sizes)
+        latency, seconds = 2 * (ring.size - 1) * step
+        return latency, seconds
+
+    def _halving(self, ring: _Ring, near_first: bool) -> tuple[float, float] | None:
+        if (ring.sizes != ring.size).any() or ring.size & (ring.size - 1):
+            return None
+        distances = [1 << k for k in range(ring.size.bit_length() - 1)]
+        total, amount = np.zeros(2), np.full(len(ring.ranks), 0.5)
+        for distance in distances if near_first else reversed(distances):
+            partners = ring.ranks[ring.positions + (ring.index ^ distance) - ring.index]
+            total += 2.0 * self._step(ring.ranks, partners, amount)
+            amount = amount / 2.0
+        return float(total[0]), float(total[1])
+
+    def _two_levels(self, ring: _Ring) -> tuple[float, float] | None:
+        """Reduce-scatter inside the units of the top level, sums across, all-gather inside."""
+        units = self._highest(ring).units[ring.ranks]
+        inside, across = np.full((2, self.world), -1)
+        inside[ring.ranks] = ring.segments * self.world + units
+        inner = _Ring.of(inside)
+        if (
+            inner is None
+            or len(inner.ranks) != len(ring.ranks)
+            or (inner.sizes != inner.size).any()
+        ):
+            return None
+        segments = np.zeros(self.world, dtype=np.int64)
+        segments[ring.ranks] = ring.segments
+        across[inner.ranks] = segments[inner.ranks] * self.world + inner.index
+        outer = _Ring.of(across)
+        if outer is None:
+            return None
+        latencies, seconds = zip(self._ring(inner), self._ring(outer), strict=True)
+        return sum(latencies), seconds[0] + seconds[1] / inner.size
+
+
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """The ranks of all segments of several ranks, segment by segment, in rank order."""
+
+    ranks: np.ndarray
+    segments: np.ndarray
+    sizes: np.ndarray  # of the segment of each rank
+    index: np.ndarray  # inside the segment
+
+    @classmethod
+    def of(cls, segments: np.ndarray) -> _Ring | None:
+        used = np.flatnonzero(segments >= 0)
+        if len(used) < 2:
+            return None
+        order = used[np.argsort(segments[used], kind="stable")]
+        ids = segments[order]
+        first = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+        counts = np.diff(np.append(first, len(ids)))
+        sizes = np.repeat(counts, counts)
+        keep = sizes > 1
+        if not keep.any():
+            return None
+        index = (np.arange(len(ids)) - np.repeat(first, counts))[keep]
+        return cls(order[keep], ids[keep], sizes[keep], index)
+
+    @cached_property
+    def size(self) -> int:
+        return int(self.sizes.max())
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        return np.arange(len(self.ranks))
+
+    @cached_property
+    def next(self) -> np.ndarray:
+        """The rank that follows each in its segment, the first after the last."""
+        last = self.index == self.sizes - 1
+        return self.ranks[np.where(last, self.positions - self.sizes + 1, self.positions + 1)]
+
+
+MIX = np.random.default_rng(7).integers(1, 1 << 62, size=32)
+
+
+def segments_of(bounds: np.ndarray) -> np.ndarray:
+    """A number for each rank's box, the same for the same box, -1 for an empty one; [world]."""
+    rows = bounds.reshape(len(bounds), -1)
+    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
+    mixed = (rows * MIX[: rows.shape[1]]).sum(axis=1)  # wraps around; equal for equal rows
+    _, number = np.unique(mixed, return_inverse=True)
+    return np.where(empty, -1, number)
