@@ -1,0 +1,349 @@
+"""The cheapest choice per node of a graph whose cost is a sum over nodes and edges (P4).
+
+P4 eliminates nodes and edges until nothing is left, at choices³ per node: a second and more for
+Inception-v3 with 200 configurations per layer. So bounds come first, at choices² per edge: sweeps
+of messages over the graph (sequential tree-reweighted message passing, Kolmogorov 2006) bound from
+below what any assignment with a given choice costs, and choices that cannot beat the best
+assignment found so far are dropped. Usually one choice per node remains; whatever remains is
+eliminated exactly, in an order that keeps tables small, so that any graph will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import chain
+
+import numpy as np
+
+from shardwise.errors import PlanError
+
+LIMIT = 2**28  # entries of all the tables an elimination may keep: 2 GiB
+BLOCK = 2**16  # entries summed at a time: 512 KiB stay in the cache
+SMALL = 2**18  # additions that are done sooner than a sweep prepares to avoid them
+FEW = (16, 8, 4, 2)  # choices per node to look for a good assignment among: the first affordable
+MARGIN = 1e-9  # a bound must exceed the best cost by this share before a choice is dropped
+STALL = 1e-4  # sweeps that close less than this share of the gap have converged
+
+Factor = tuple[tuple[int, ...], np.ndarray]  # nodes in the order of elimination, one axis each
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A vector of costs per node and a matrix of costs per edge; infinity forbids.
+
+    >>> solve(Problem([np.array([0.0, 1.0]), np.array([5.0, 0.0])], [(0, 1, 9 * (1 - np.eye(2)))]))
+    Solution(choices=(1, 1), cost=1.0)
+    """
+
+    costs: Sequence[np.ndarray]  # float64 [choices] per node
+    edges: Sequence[tuple[int, int, np.ndarray]]  # (u, v, float64 [choices of u, choices of v])
+
+    def __post_init__(self) -> None:
+        for u, v, matrix in self.edges:
+            expected = (len(self.costs[u]), len(self.costs[v]))
+            if u == v or matrix.shape != expected:
+                raise ValueError(
+                    f"edge {u}-{v} has shape {matrix.shape}, not {expected}, or a loop"
+                )
+        arrays = {id(a): a for a in chain(self.costs, (m for _, _, m in self.edges))}
+        if not all(a.size and a.min() > -math.inf for a in arrays.values()):
+            raise ValueError("an array of costs is empty, or holds nan or minus infinity")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The index of the choice of every node, and what they cost together."""
+
+    choices: tuple[int, ...]
+    cost: float
+
+
+def total(problem: Problem, choices: Sequence[int]) -> float:
+    """The cost of the given choices."""
+    nodes = (float(cost[c]) for cost, c in zip(problem.costs, choices, strict=True))
+    edges = (float(matrix[choices[u], choices[v]]) for u, v, matrix in problem.edges)
+    return math.fsum(chain(nodes, edges))
+
+
+def solve(problem: Problem) -> Solution:
+    """Choices of the least total cost; no other assignment costs less."""
+    graph = _Graph(problem)
+    order = _prune(graph)
+    picks = _eliminate(graph.costs, graph.matrices, graph.ends, order)
+    choices = tuple(int(alive[p]) for alive, p in zip(graph.alive, picks, strict=True))
+    cost = total(problem, choices)
+    if cost == math.inf:
+        raise PlanError("every assignment of choices costs infinity: allow more of them")
+    return Solution(choices, cost)
+
+
+class _Graph:
+    """The choices still alive, and the costs and messages restricted to them.
+
+    Edges lead from a lower to a higher node, one per pair. `messages[0][e]` is what the lower end
+    tells the choices of the higher one, `messages[1][e]` the reverse.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.costs = list(problem.costs)
+        self.alive = [np.arange(len(cost)) for cost in self.costs]
+        parallel: dict[tuple[int, int], list[np.ndarray]] = {}
+        for u, v, matrix in problem.edges:
+            parallel.setdefault((min(u, v), max(u, v)), []).append(matrix if u < v else matrix.T)
+        self.ends = list(parallel)
+        self.matrices = [sum(same[1:], start=same[0]) for same in parallel.values()]
+        self.above: list[list[int]] = [[] for _ in self.costs]  # edges to higher nodes
+        self.below: list[list[int]] = [[] for _ in self.costs]
+        for e, (u, v) in enumerate(self.ends):
+            self.above[u].append(e)
+            self.below[v].append(e)
+        self.messages = (
+            [np.zeros(len(self.costs[v])) for _, v in self.ends],
+            [np.zeros(len(self.costs[u])) for u, _ in self.ends],
+        )
+        finite = {id(m): bool(np.isfinite(m.sum())) for m in self.matrices}
+        self.holed = {e for e, m in enumerate(self.matrices) if not finite[id(m)]}
+        for node, cost in enumerate(self.costs):
+            self.keep(node, cost < math.inf)
+        self.drop_forbidden()
+
+    def incident(self, node: int) -> list[tuple[int, np.ndarray]]:
+        """The edges of a node, with matrices [choices of the node, choices of the neighbour]."""
+        upward = [(e, self.matrices[e]) for e in self.above[node]]
+        return upward + [(e, self.matrices[e].T) for e in self.below[node]]
+
+    def keep(self, node: int, mask: np.ndarray) -> bool:
+        """Drop the other choices of a node; whether there were any."""
+        if mask.all():
+            return False
+        if not mask.any():
+            raise PlanError(f"every choice of node {node} costs infinity: allow more of them")
+        index = np.flatnonzero(mask)
+        self.alive[node] = self.alive[node][index]
+        self.costs[node] = self.costs[node][index]
+        for e in self.above[node]:
+            self.matrices[e] = self.matrices[e][index]
+            self.messages[1][e] = self.messages[1][e][index]
+        for e in self.below[node]:
+            self.matrices[e] = self.matrices[e][:, index]
+            self.messages[0][e] = self.messages[0][e][index]
+        return True
+
+    def drop_forbidden(self) -> None:
+        """Leave every choice a finite pair on every edge, so that all messages are finite."""
+        shrunk = bool(self.holed)
+        while shrunk:
+            shrunk = False
+            for e in self.holed:
+                u, v = self.ends[e]
+                shrunk |= self.keep(u, (self.matrices[e] < math.inf).any(axis=1))
+                shrunk |= self.keep(v, (self.matrices[e] < math.inf).any(axis=0))
+
+    def terms(self, picks: Sequence[int]) -> list[float]:
+        """The costs that these choices sum up."""
+        nodes = [float(cost[p]) for cost, p in zip(self.costs, picks, strict=True)]
+        ends = zip(self.matrices, self.ends, strict=True)
+        return nodes + [float(matrix[picks[u], picks[v]]) for matrix, (u, v) in ends]
+
+
+def _prune(graph: _Graph) -> list[int]:
+    """Drop choices while that is less work than to eliminate them; the order of elimination.
+
+    Sweeps go on until they have cost as much as the elimination would now, so the two together
+    cost at most about twice the better mix of them.
+    """
+    bounds, spent, converged = _Bounds(graph), 0, False
+    while True:
+        order, entries, work = _order([len(cost) for cost in graph.costs], graph.ends)
+        if entries <= LIMIT and (converged or work <= max(spent, SMALL)):
+            return order
+        if converged and not _drop_dominated(graph):
+            raise PlanError(
+                f"the exact search needs tables of {entries:.1e} entries, more than {LIMIT:.1e}: "
+                "allow fewer choices per node, or connect fewer nodes"
+            )
+        spent += 4 * sum(matrix.size for matrix in graph.matrices)
+        converged = not bounds.sharpen()
+
+
+class _Bounds:
+    """A cost some assignment reaches, and one that none undercuts."""
+
+    def __init__(self, graph: _Graph) -> None:
+        self.graph, self.upper, self.lower, self.margin = graph, math.inf, -math.inf, 0.0
+
+    def sharpen(self) -> bool:
+        """Sweep up and down, dropping what cannot be optimal; whether more of that may help."""
+        upper, lower = self.upper, self.lower
+        self.lower = max(self.lower, _sweep(self.graph, upward=True)[0])
+        bound, slacks, picks = _sweep(self.graph, upward=False)
+        self.offer(picks)
+        if self.upper - bound > self.margin:
+            self.offer(_best_of_few(self.graph, slacks, picks))
+        # The slacks hold on top of the bound from before their own sweep.
+        room = self.upper - self.lower + self.margin
+        shrunk = any([self.graph.keep(node, s <= room) for node, s in enumerate(slacks)])
+        self.graph.drop_forbidden()
+        self.lower = max(self.lower, bound)
+        if lower == -math.inf or upper == math.inf:
+            return self.upper < math.inf
+        gained = self.lower - lower + upper - self.upper
+        return shrunk or gained > STALL * (upper - lower) + self.margin
+
+    def offer(self, picks: Sequence[int]) -> None:
+        """Keep the cost of an assignment if it is the lowest so far."""
+        terms = self.graph.terms(picks)
+        if math.fsum(terms) < self.upper:
+            self.upper, self.margin = math.fsum(terms), MARGIN * math.fsum(map(abs, terms))
+
+
+def _best_of_few(graph: _Graph, slacks: list[np.ndarray], picks: list[int]) -> list[int]:
+    """The best assignment of each node's pick and of the choices with the least slack."""
+    budget = sum(matrix.size for matrix in graph.matrices)
+    for few in FEW:
+        sizes = [min(few, len(slack)) for slack in slacks]
+        order, _, work = _order(sizes, graph.ends)
+        if work <= budget:
+            break
+    else:
+        return picks
+    for slack, pick in zip(slacks, picks, strict=True):
+        slack[pick] = 0
+    index = [np.argsort(slack)[:few] for slack in slacks]
+    costs = [cost[i] for cost, i in zip(graph.costs, index, strict=True)]
+    pairs = zip(graph.matrices, graph.ends, strict=True)
+    matrices = [matrix[index[u][:, None], index[v]] for matrix, (u, v) in pairs]
+    best = _eliminate(costs, matrices, graph.ends, order)
+    return [int(i[b]) for i, b in zip(index, best, strict=True)]
+
+
+def _sweep(graph: _Graph, upward: bool) -> tuple[float, list[np.ndarray], list[int]]:
+    """Renew the messages in one direction; a lower bound, slacks of all choices, an assignment.
+
+    The graph is a sum of chains that only go up, one edge being part of one chain; a node is part
+    of as many as it has edges on its busier side, and belongs to them in equal shares. Messages
+    move costs along a chain such that the cheapest rest of it costs nothing for any choice of the
+    node at hand. What remains at the node is thus the least that its chains cost, choice by choice.
+    """
+    to, back = graph.messages if upward else graph.messages[::-1]
+    matrices = graph.matrices if upward else [matrix.T for matrix in graph.matrices]
+    behind, ahead = (graph.below, graph.above) if upward else (graph.above, graph.below)
+    num_nodes, source = len(graph.costs), 0 if upward else 1
+    bound, slacks, picks = 0.0, [np.empty(0)] * num_nodes, [0] * num_nodes
+    for node in range(num_nodes) if upward else reversed(range(num_nodes)):
+        rest = sum((back[e] for e in ahead[node]), start=graph.costs[node])
+        known = sum((matrices[e][picks[graph.ends[e][source]]] for e in behind[node]), start=rest)
+        picks[node] = int(known.argmin())
+        least = sum((to[e] for e in behind[node]), start=rest)
+        minimum = least.min()
+        slacks[node] = least - minimum
+        num_chains = max(len(behind[node]), len(ahead[node]), 1)
+        # Chains that end here bring in their bound; those that go on pass it with the messages.
+        bound += float(minimum) * (num_chains - len(ahead[node])) / num_chains
+        share = least / num_chains
+        for e in ahead[node]:
+            to[e] = (matrices[e] + (share - back[e])[:, None]).min(axis=0)
+    return bound, slacks, picks
+
+
+def _drop_dominated(graph: _Graph) -> bool:
+    """Drop choices that another of the same node replaces at no cost, whatever the rest chooses."""
+    shrunk = False
+    for node, cost in enumerate(graph.costs):
+        loss = cost[:, None] - cost  # at least what b in place of a saves; [a, b]
+        for _, matrix in graph.incident(node):
+            for a, row in enumerate(matrix):
+                allowed = row < math.inf
+                loss[a] += (row[allowed] - matrix[:, allowed]).min(axis=1)
+        keep = np.ones(len(cost), dtype=bool)
+        for a in range(len(cost)):
+            keep[a] = False
+            keep[a] = not (loss[a, keep] >= 0).any()  # only by a kept one, so one of equals stays
+        shrunk |= graph.keep(node, keep)
+        graph.drop_forbidden()
+    return shrunk
+
+
+def _order(sizes: Sequence[int], ends: Sequence[tuple[int, int]]) -> tuple[list[int], int, int]:
+    """The nodes, next the one with the smallest table; entries of all tables, additions in all.
+
+    Leaves, chains and parallel branches fall out first, as in P4's node and edge eliminations.
+    """
+    near: list[set[int]] = [set() for _ in sizes]
+    for u, v in ends:
+        near[u].add(v)
+        near[v].add(u)
+    table = [math.prod(sizes[v] for v in others) for others in near]
+    heap = [(entries, node) for node, entries in enumerate(table)]
+    heapify(heap)
+    order: list[int] = []
+    entries = work = 0
+    while heap:
+        size, node = heappop(heap)
+        if size != table[node]:
+            continue  # outdated
+        table[node] = -1
+        order.append(node)
+        entries, work = entries + size, work + size * sizes[node]
+        for v in near[node]:
+            near[v] |= near[node]
+            near[v] -= {v, node}
+            table[v] = math.prod(sizes[w] for w in near[v])
+            heappush(heap, (table[v], v))
+    return order, entries, work
+
+
+def _eliminate(
+    costs: list[np.ndarray],
+    matrices: list[np.ndarray],
+    ends: Sequence[tuple[int, int]],
+    order: Sequence[int],
+) -> list[int]:
+    """The best choice of every node: minimise node after node away, then read them off backwards.
+
+    A node's factors become one table over its neighbours: P4's node elimination where there are
+    two of them. Factors stay separate until then, so P4's edge elimination is part of that sum.
+    """
+    position = {node: i for i, node in enumerate(order)}
+    factors: list[list[Factor]] = [[((node,), cost)] for node, cost in enumerate(costs)]
+    for (u, v), matrix in zip(ends, matrices, strict=True):
+        first = position[u] < position[v]
+        factors[u if first else v].append(((u, v), matrix) if first else ((v, u), matrix.T))
+    for node in order:
+        scope = sorted(
+            {v for nodes, _ in factors[node] for v in nodes[1:]}, key=position.__getitem__
+        )
+        if scope:
+            factors[scope[0]].append((tuple(scope), _minimum(factors[node], scope, costs)))
+    picks = [0] * len(order)
+    for node in reversed(order):
+        rows = (t[(slice(None), *(picks[v] for v in vs[1:]))] for vs, t in factors[node])
+        picks[node] = int(sum(rows, start=np.zeros(1)).argmin())
+    return picks
+
+
+def _minimum(factors: Sequence[Factor], scope: Sequence[int], costs: list) -> np.ndarray:
+    """The sum of factors, minimised over their first node; a table over the scope."""
+    out = np.empty([len(costs[v]) for v in scope])
+    spread = [
+        table.reshape(len(table), *(len(costs[v]) if v in nodes else 1 for v in scope))
+        for nodes, table in factors
+    ]
+    _fill(out, sorted(spread, key=lambda part: part.size))
+    return out
+
+
+def _fill(out: np.ndarray, parts: list[np.ndarray]) -> None:
+    """Write the minimum over the parts' first axis, in blocks that fit in the cache."""
+    if out.size * len(parts[0]) <= BLOCK or out.size == 1:
+        sum(parts[1:], start=parts[0]).min(axis=0, out=out)
+        return
+    axis = next(i for i, size in enumerate(out.shape) if size > 1)
+    half = out.shape[axis] // 2
+    for piece in (slice(None, half), slice(half, None)):
+        cut = (slice(None),) * axis + (piece,)
+        inner = (slice(None), *cut)
+        _fill(out[cut], [p if p.shape[axis + 1] == 1 else p[inner] for p in parts])
