@@ -3,7 +3,8 @@
 Degrees are products of *units*: the prime factors of the number of workers, and powers of two below
 it. On large clusters that is too many, so small units are merged, and height and width (and depth)
 are split together, as squarely as they can be. Layers on fewer workers than all lie on the first
-ranks (close together) or spread evenly over all ranks (close to the data of layers on all ranks).
+ranks (close together, tried on small clusters) or spread evenly over all ranks (close to the data
+of layers on all ranks).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from shardwise.config import AXES, Config
 from shardwise.errors import PlanError
@@ -20,6 +22,7 @@ from shardwise.graph import Layer, LayerGraph
 from shardwise.strategies import strategy_of
 
 LIMIT = 256  # degree tuples per layer beyond which the space is coarsened
+CLOSE = 64  # workers up to which layers on fewer of them are also tried on the first ranks
 SPACE = ("d", "h", "w")
 
 
@@ -55,21 +58,30 @@ class Candidates:
 
     def configs(self, layer: Layer, batch: int) -> tuple[Config, ...]:
         """The legal configs of a layer that are tried, on all workers first."""
-        found = dict.fromkeys(self._configs(layer, batch))
-        return tuple(sorted(found, key=lambda c: (-c.num_workers, c.ranks != _first(c))))
-
-    def _configs(self, layer: Layer, batch: int) -> Iterator[Config]:
         strategy = strategy_of(layer)
         limits = strategy.axes(layer)
         if "n" in limits:
             limits["n"] = max(batch, 1)
         if strategy.joint_channels:
             limits.pop("c", None)  # f alone splits the same dimension
+        limits = {axis: min(limit, self.world) for axis, limit in limits.items()}
+        key = (tuple(limits.items()), strategy.can_gather)
+        if key not in self._known:
+            found = dict.fromkeys(self._configs(limits, strategy.can_gather))
+            ordered = sorted(found, key=lambda c: (-c.num_workers, c.ranks != _first(c)))
+            self._known[key] = tuple(ordered)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Any, tuple[Config, ...]]:
+        return {}
+
+    def _configs(self, limits: dict[str, int], can_gather: bool) -> Iterator[Config]:
         for degrees in self._splits(limits):
             for ranks in self._placements(prod(degrees.values())):
                 config = replace(Config(**degrees), ranks=ranks)  # type: ignore[arg-type]
                 yield config
-                if strategy.can_gather and config.n == config.num_workers > 1:
+                if can_gather and config.n == config.num_workers > 1:
                     yield replace(config, gradient="gather")
 
     def _splits(self, limits: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -87,9 +99,11 @@ class Candidates:
                     yield split
 
     def _placements(self, count: int) -> Iterator[tuple[int, ...]]:
-        yield tuple(range(count))
-        if 1 < count < self.world and self.world % count == 0:
+        spread = 1 < count < self.world and self.world % count == 0
+        if spread:
             yield tuple(range(0, self.world, self.world // count))
+        if not spread or self.world <= CLOSE:
+            yield tuple(range(count))
 
 
 def most_workers(configs: dict[str, tuple[Config, ...]], world: int) -> None:

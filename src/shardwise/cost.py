@@ -6,10 +6,11 @@ strategies declare, carried over the cluster's links. Layers that are alike shar
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from hashlib import blake2b
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,9 +20,10 @@ from shardwise.config import Config
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Network, segments_of
-from shardwise.strategies import Split, strategy_of
+from shardwise.strategies import Split, Stack, strategy_of
 from shardwise.traffic import Table, transfer_table
 
+COLUMNS = ("forward", "backward", "transfer", "update", "moved", "stored", "saved")
 STATISTICS = 8  # bytes of a number in the sums of a norm
 
 
@@ -54,10 +56,9 @@ class Roofline:
 def gathered_flops(split: Split) -> np.ndarray:
     """What computing a whole weight gradient on every rank adds to its share (P3)."""
     strategy = strategy_of(split.layer)
-    gathers = strategy.gathers(split)
-    if not gathers:
+    if not strategy.gathers(split):
         return np.zeros(split.world)
-    return strategy.flops(split) * (split.config.n - 1.0)
+    return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class LayerCosts:
     needs: tuple[_Distinct | None, ...]  # per operand; None for weights
 
     @cached_property
+    def places(self) -> dict[Config, int]:
+        return {config: place for place, config in enumerate(self.configs)}
+
+    @cached_property
     def compute(self) -> np.ndarray:
         return self.forward + self.backward
 
@@ -98,19 +103,31 @@ class LayerCosts:
         return self.stored + self.saved
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Distinct:
     """The different layouts among those of all configs, and which each config has."""
 
-    layouts: list[Layout] = field(default_factory=list)
-    index: list[int] = field(default_factory=list)
-    _found: dict[Layout, int] = field(default_factory=dict)
+    layouts: list[Layout]
+    index: tuple[int, ...]
+    digest: bytes  # the same for the same layouts
 
-    def add(self, layout: Layout) -> None:
-        place = self._found.setdefault(layout, len(self.layouts))
-        if place == len(self.layouts):
-            self.layouts.append(layout)
-        self.index.append(place)
+    @classmethod
+    def of(cls, layouts: list[Any]) -> _Distinct:
+        found: dict[bytes, int] = {}
+        index = [found.setdefault(layout.bounds.tobytes(), len(found)) for layout in layouts]
+        digest = blake2b(repr(layouts[0].shape).encode(), digest_size=16)
+        for key in found:
+            digest.update(key)
+        first = [layouts[index.index(place)] for place in range(len(found))]
+        return cls(first, tuple(index), digest.digest())
+
+
+def _place(found: list[Any], places: list[int], stacked: Layout) -> None:
+    """The layouts of a stack, each at the place of its config."""
+    world = len(stacked.bounds) // len(places)
+    bounds = stacked.bounds.reshape(len(places), world, *stacked.bounds.shape[1:])
+    for place, own in zip(places, bounds, strict=True):
+        found[place] = Layout(stacked.shape, own)
 
 
 class Costs:
@@ -129,7 +146,9 @@ class Costs:
         self.network = Network(cluster)
         self.candidates = Candidates.of(graph, cluster.world)
         self._layers: dict[Hashable, LayerCosts] = {}
-        self._edges: dict[Hashable, np.ndarray] = {}
+        self._tables: dict[Hashable, Table] = {}
+        self._edges: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self._known_stacks: dict[Hashable, tuple[Any, list[tuple[list[int], Stack]]]] = {}
 
     @property
     def world(self) -> int:
@@ -170,80 +189,113 @@ class Costs:
 
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""
-        rows: dict[str, list[float]] = {
-            name: []
-            for name in "forward backward transfer update moved stored saved".split()  # noqa: SIM905
-        }
-        outputs = _Distinct()
-        needs = tuple(_Distinct() if o.kind == "value" else None for o in layer.operands)
-        for config in configs:
-            split = Split(layer, config, self.world)
-            for name, value in self._row(split).items():
-                rows[name].append(value)
-            strategy = strategy_of(layer)
-            outputs.add(strategy.output(split))
-            for distinct, need in zip(needs, strategy.needs(split), strict=True):
-                if distinct is not None:
-                    distinct.add(need.layout)
-        arrays = {name: np.array(values) for name, values in rows.items()}
-        return LayerCosts(configs=configs, outputs=outputs, needs=needs, **arrays)
+        arrays = {name: np.zeros(len(configs)) for name in COLUMNS}
+        held: list[Any] = [None] * len(configs)
+        needed = [[None] * len(configs) if o.kind == "value" else [] for o in layer.operands]
+        for places, stack in self._stacks(configs, strategy_of(layer).degrees_matter):
+            split = Split.stacked(layer, stack)
+            for name, values in self._columns(split).items():
+                arrays[name][places] = values
+            _place(held, places, strategy_of(layer).output(split))
+            for found, need in zip(needed, strategy_of(layer).needs(split), strict=True):
+                if found:
+                    _place(found, places, need.layout)
+        needs = tuple(_Distinct.of(found) if found else None for found in needed)
+        return LayerCosts(configs=configs, outputs=_Distinct.of(held), needs=needs, **arrays)
 
-    def _row(self, split: Split) -> dict[str, float]:
+    def _stacks(self, configs: tuple[Config, ...], apart: bool) -> list[tuple[list[int], Stack]]:
+        """Configs that can be judged together: they split the same axes."""
+        key = (id(configs), apart)
+        if key not in self._known_stacks:
+            groups: dict[Hashable, list[int]] = {}
+            for place, config in enumerate(configs):
+                pattern = (config.gradient, *(degree > 1 for degree in config.degrees))
+                groups.setdefault((place if apart else 0, pattern), []).append(place)
+            stacks = [
+                (places, Stack(tuple(configs[i] for i in places), self.world))
+                for places in groups.values()
+            ]
+            self._known_stacks[key] = (configs, stacks)  # the configs stay alive with their id
+        return self._known_stacks[key][1]
+
+    def _columns(self, split: Split) -> dict[str, np.ndarray]:
         layer = split.layer
-        forward, backward = (float(t.max()) for t in self.timer.seconds(split))
+        forward, backward = (self._most(t) for t in self.timer.seconds(split))
         trains = self.training.gradients and layer.name in self.differentiable
         transfer, moved = self._inside(split, 2.0 if trains else 1.0)
-        update, summed = self._update(split) if trains else (0.0, 0.0)
+        update, summed = self._update(split) if trains and layer.params else (0.0, 0.0)
         return {
             "forward": forward,
-            "backward": backward if trains else 0.0,
+            "backward": backward * trains,
             "transfer": transfer,
             "update": update,
             "moved": moved + summed,
-            "stored": float(self.stored(split).max()),
-            "saved": float(self.saved(split).max()) if trains else 0.0,
+            "stored": self._most(self.stored(split)),
+            "saved": self._most(self.saved(split)) * trains,
         }
 
-    def _inside(self, split: Split, passes: float) -> tuple[float, float]:
+    def _most(self, amounts: np.ndarray) -> np.ndarray:
+        """The most on any rank, for each config of a stack."""
+        return amounts.reshape(-1, self.world).max(axis=1)
+
+    def _inside(self, split: Split, passes: float) -> tuple[Any, Any]:
         """Partial results that are added, and statistics that are summed, both ways."""
         strategy, seconds, moved = strategy_of(split.layer), 0.0, 0.0
         partial = strategy.partial(split)
         if partial is not None:
-            table = self._table([strategy.output(split)], [partial])
-            seconds += float(table.seconds[0, 0]) * passes
-            moved += float(table.nbytes[0, 0]) * passes
+            amounts = self._amounts(partial, self.training.itemsize)
+            seconds += passes * self._each(self.network.scatter_seconds, amounts)
+            moved += passes / 2 * self._each(self.network.sum_bytes, amounts)
         sums = strategy.sums(split)
         if sums is not None:
-            nbytes = float(sums.numels.max()) * STATISTICS
-            segments = segments_of(sums.bounds)
-            seconds += self.network.sum_seconds(segments, nbytes) * passes
-            moved += self.network.sum_bytes(segments, nbytes) * passes
+            amounts = self._amounts(sums, STATISTICS)
+            seconds += passes * self._each(self.network.sum_seconds, amounts)
+            moved += passes * self._each(self.network.sum_bytes, amounts)
         return seconds, moved
 
-    def _update(self, split: Split) -> tuple[float, float]:
+    def _update(self, split: Split) -> tuple[Any, Any]:
         """Gradients are summed over the ranks that share a block, or gathered (P3)."""
         strategy, seconds, moved = strategy_of(split.layer), 0.0, 0.0
-        for source, target in strategy.gathers(split):
-            table = self._table([source], [target])
-            seconds += float(table.seconds[0, 0])
-            moved += float(table.nbytes[0, 0])
-        if not strategy.gathers(split):
-            for segments, nbytes in self.blocks(split):
-                seconds += self.network.sum_seconds(segments, nbytes)
-                moved += self.network.sum_bytes(segments, nbytes)
+        gathers = strategy.gathers(split)
+        for _, target in gathers:
+            amounts = self._amounts(target, self.training.itemsize)
+            seconds += self._each(self.network.scatter_seconds, amounts)
+            moved += self._each(self.network.sum_bytes, amounts) / 2
+        for amounts in () if gathers else self._blocks(split):
+            seconds += self._each(self.network.sum_seconds, amounts)
+            moved += self._each(self.network.sum_bytes, amounts)
         return seconds, moved
 
-    def blocks(self, split: Split) -> list[tuple[np.ndarray, float]]:
-        """Which ranks sum which amount of gradients: parameters of the same segments together."""
-        found: dict[bytes, tuple[np.ndarray, float]] = {}
+    def _amounts(self, layout: Layout, itemsize: int) -> list[tuple[np.ndarray, float]]:
+        """For each config of a stack: which ranks hold the same, and its bytes."""
+        bounds = layout.bounds.reshape(-1, self.world, *layout.bounds.shape[1:])
+        sizes = self._most(layout.numels) * float(itemsize)
+        return list(zip(segments_of(bounds), sizes.tolist(), strict=True))
+
+    @staticmethod
+    def _each(
+        measure: Callable[[np.ndarray, float], float], amounts: list[tuple[np.ndarray, float]]
+    ) -> np.ndarray:
+        return np.array([measure(segments, nbytes) for segments, nbytes in amounts])
+
+    def _blocks(self, split: Split) -> list[list[tuple[np.ndarray, float]]]:
+        """The blocks of weights; those of smaller parameters of the same ranks go with the first.
+
+        A bias is packed with its weight, except where only some of the ranks carry it.
+        """
         needs = strategy_of(split.layer).needs(split)
+        found: list[list[tuple[np.ndarray, float]]] = []
         for operand, need in zip(split.layer.operands, needs, strict=True):
-            if operand.kind == "param":
-                segments = segments_of(need.layout.bounds)
-                nbytes = float(need.layout.numels.max()) * self.training.itemsize
-                known = found.get(segments.tobytes(), (segments, 0.0))
-                found[segments.tobytes()] = (segments, known[1] + nbytes)
-        return list(found.values())
+            if operand.kind != "param":
+                continue
+            amounts = self._amounts(need.layout, self.training.itemsize)
+            if found and all(
+                np.array_equal(a[0] < 0, b[0] < 0) for a, b in zip(found[0], amounts, strict=True)
+            ):
+                found[0] = [(s, n + m) for (s, n), (_, m) in zip(found[0], amounts, strict=True)]
+            else:
+                found.append(amounts)
+        return found
 
     def stored(self, split: Split) -> np.ndarray:
         """Bytes of weights, their gradients and the optimizer's state per rank."""
@@ -267,20 +319,54 @@ class Costs:
         extra = strategy.output(split).numels * strategy.keeps_bytes
         return kept * self.training.itemsize + extra
 
+    def working(self, split: Split) -> np.ndarray:
+        """Bytes per rank that come and go while the layer runs forward or backward."""
+        strategy = strategy_of(split.layer)
+        read = sum(
+            need.layout.numels
+            for operand, need in zip(split.layer.operands, strategy.needs(split), strict=True)
+            if operand.kind == "value"
+        )
+        made = (strategy.partial(split) or strategy.output(split)).numels
+        both = 2.0 if self.training.gradients else 1.0  # gradients beside values
+        return (read + made) * both * self.training.itemsize
+
     # -- edges ---------------------------------------------------------------------------------
 
     def edge(self, source: Layer, target: Layer, operand: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and bytes between every config of two layers; [source's, target's]."""
-        key = self.key(source), self.key(target), operand
-        if (key, "seconds") not in self._edges:
-            held, needed = self.of(source).outputs, self.of(target).needs[operand]
-            assert needed is not None
-            table = self._table(held.layouts, needed.layouts)
-            both = self.passes(source)
-            pick = np.ix_(held.index, needed.index)
-            self._edges[key, "seconds"] = table.seconds[pick] * both
-            self._edges[key, "bytes"] = table.nbytes[pick] * both
-        return self._edges[key, "seconds"], self._edges[key, "bytes"]
+        held, needed = self.of(source).outputs, self.of(target).needs[operand]
+        assert needed is not None
+        passes = self.passes(source)
+        pair = held.digest, needed.digest
+        key = pair, held.index, needed.index, passes
+        if key not in self._edges:
+            if pair not in self._tables:
+                self._tables[pair] = self._table(held.layouts, needed.layouts)
+            table, pick = self._tables[pair], np.ix_(held.index, needed.index)
+            self._edges[key] = table.seconds[pick] * passes, table.nbytes[pick] * passes
+        return self._edges[key]
+
+    def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
+        """The costs of a layer where this config is found, among its candidates or alone."""
+        known = self._layers.get(self.key(layer))
+        config = _usual(layer, config)
+        if known is not None and config in known.places:
+            return known, known.places[config]
+        return self.under(layer, (config,)), 0
+
+    def known_edge(
+        self, source: Layer, target: Layer, operand: int, held: Config, needed: Config
+    ) -> tuple[float, float] | None:
+        """Seconds and bytes between two configs, where both are candidates."""
+        if self.key(source) not in self._layers or self.key(target) not in self._layers:
+            return None
+        row = self.of(source).places.get(_usual(source, held))
+        column = self.of(target).places.get(_usual(target, needed))
+        if row is None or column is None:
+            return None
+        seconds, nbytes = self.edge(source, target, operand)
+        return float(seconds[row, column]), float(nbytes[row, column])
 
     def passes(self, source: Layer) -> float:
         """How often a transfer happens: also backward, where gradients flow to its source."""
@@ -296,6 +382,13 @@ class Costs:
 
     def _table(self, sources: list[Layout], targets: list[Layout]) -> Table:
         return transfer_table(sources, targets, self.training.itemsize, self.network)
+
+
+def _usual(layer: Layer, config: Config) -> Config:
+    """Where f and c split the same dimension, f alone does."""
+    if config.c == 1 or not strategy_of(layer).joint_channels:
+        return config
+    return replace(config, f=config.f * config.c, c=1)
 
 
 def value_operands(layer: Layer) -> list[tuple[int, str]]:

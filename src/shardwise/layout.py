@@ -22,8 +22,15 @@ def blocks(size: int, degree: int) -> Ranges:
     >>> blocks(5, 2).tolist()
     [[0, 2], [2, 5]]
     """
-    edges = np.arange(degree + 1, dtype=np.int64) * size // degree
-    return np.stack([edges[:-1], edges[1:]], axis=1)
+    return block(size, np.arange(degree, dtype=np.int64), degree)
+
+
+def block(size: int, index: np.ndarray, degree: int | np.ndarray) -> Ranges:
+    """The blocks of these indices; see `blocks`."""
+    found = np.empty((len(index), 2), dtype=np.int64)
+    np.floor_divide(index * size, degree, out=found[:, 0])
+    np.floor_divide((index + 1) * size, degree, out=found[:, 1])
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +47,12 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], ranges: Sequence[Ranges]) -> Layout:
         """The layout whose box of rank r is the product over dimensions of ranges[dim][r]."""
-        bounds = np.stack([np.asarray(r, dtype=np.int64) for r in ranges], axis=1)
+        bounds = np.empty((len(ranges[0]), len(ranges), 2), dtype=np.int64)
+        for dim, found in enumerate(ranges):
+            bounds[:, dim] = found
         empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
-        bounds[empty] = 0
+        if empty.any():
+            bounds[empty] = 0
         bounds.setflags(write=False)
         return cls(tuple(shape), bounds)
 

@@ -47,6 +47,15 @@ class Level:
         return busiest / self.link.rate
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What a sum over some segments takes: (latency, time per byte of a block)."""
+
+    sums: tuple[tuple[float, float], ...]  # one per algorithm
+    scatter: tuple[float, float]
+    copies: float  # bytes moved per byte of a block
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """The links of a cluster between its workers, innermost level first."""
@@ -95,28 +104,57 @@ class Network:
         `segments` numbers the segment of each rank (-1: none). The best algorithm counts: the ring,
         recursive halving and doubling with near or far partners first (P5), or two levels of rings.
         """
-        times = [fixed + per_byte * nbytes for fixed, per_byte in self._sum_models(segments)]
+        models = self._model(segments).sums
+        times = [fixed + per_byte * nbytes for fixed, per_byte in models]
         return min(times, default=0.0)
 
     def sum_bytes(self, segments: np.ndarray, nbytes: float) -> float:
         """The bytes that a sum moves in all: each rank sends its block nearly twice."""
-        ring = _Ring.of(segments)
-        if ring is None:
-            return 0.0
-        share = 1.0 if self._highest(ring).link.staged else (ring.sizes - 1) / ring.sizes
-        return float((2.0 * share * np.ones(len(ring.ranks))).sum() * nbytes)
+        return self._model(segments).copies * nbytes
+
+    def scatter_seconds(self, segments: np.ndarray, nbytes: float) -> float:
+        """The time in which the ranks of every segment exchange equal parts of so many bytes.
+
+        A reduce-scatter of partial results, or the all-gather that undoes it.
+        """
+        fixed, per_byte = self._model(segments).scatter
+        return fixed + per_byte * nbytes
 
     @cached_property
-    def _known(self) -> dict[bytes, list[tuple[float, float]]]:
+    def _models(self) -> dict[bytes, _Model]:
         return {}
 
-    def _sum_models(self, segments: np.ndarray) -> list[tuple[float, float]]:
-        """Per algorithm: the time of its messages' latency, and the time per byte of a block."""
+    def _model(self, segments: np.ndarray) -> _Model:
+        """What sums over these segments cost, worked out once."""
         key = segments.tobytes()
-        if key not in self._known:
+        if key not in self._models:
             ring = _Ring.of(segments)
-            self._known[key] = [] if ring is None else self._algorithms(ring)
-        return self._known[key]
+            if ring is None:
+                self._models[key] = _Model((), (0.0, 0.0), 0.0)
+            else:
+                staged = self._highest(ring).link.staged
+                share = 1.0 if staged else 1.0 - 1.0 / ring.sizes
+                copies = float((2.0 * share * np.ones(len(ring.ranks))).sum())
+                self._models[key] = _Model(
+                    tuple(self._algorithms(ring)), self._scatter(ring), copies
+                )
+        return self._models[key]
+
+    def _scatter(self, ring: _Ring) -> tuple[float, float]:
+        if (level := self._highest(ring)).link.staged:
+            amounts = level.per_unit(np.bincount(ring.ranks, minlength=self.world).astype(float))
+            return level.link.latency, float(level.seconds(amounts, amounts))
+        seconds, latency = 0.0, 0.0
+        for level in self.levels:
+            pairs = ring.segments * self.world + level.units[ring.ranks]
+            _, place, counts = np.unique(pairs, return_inverse=True, return_counts=True)
+            outside = 1.0 - counts[place] / ring.sizes
+            if outside.any():
+                count = len(level.starts)
+                amounts = np.bincount(level.units[ring.ranks], outside, minlength=count)
+                seconds = max(seconds, float(level.seconds(amounts, amounts)))
+                latency = level.link.latency
+        return latency * (ring.size - 1), seconds
 
     def _algorithms(self, ring: _Ring) -> list[tuple[float, float]]:
         link = (level := self._highest(ring)).link
@@ -236,9 +274,16 @@ MIX = np.random.default_rng(7).integers(1, 1 << 62, size=32)
 
 
 def segments_of(bounds: np.ndarray) -> np.ndarray:
-    """A number for each rank's box, the same for the same box, -1 for an empty one; [world]."""
-    rows = bounds.reshape(len(bounds), -1)
-    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
-    mixed = (rows * MIX[: rows.shape[1]]).sum(axis=1)  # wraps around; equal for equal rows
-    _, number = np.unique(mixed, return_inverse=True)
-    return np.where(empty, -1, number)
+    """The first rank that has the same box, for each rank; -1 for an empty box.
+
+    For many layouts at once: [layouts, world, ndim, 2] to [layouts, world].
+    """
+    rows = bounds.reshape(*bounds.shape[:2], -1)
+    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=-1)
+    mixed = (rows * MIX[: rows.shape[-1]]).sum(axis=-1)  # wraps around; equal for equal rows
+    if bounds.shape[1] <= 64:
+        first = (mixed[:, :, None] == mixed[:, None, :]).argmax(axis=2)
+    else:
+        found = (np.unique(row, return_index=True, return_inverse=True) for row in mixed)
+        first = np.stack([index[inverse] for _, index, inverse in found])
+    return np.where(empty, -1, first)

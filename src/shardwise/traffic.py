@@ -15,6 +15,8 @@ import numpy as np
 from shardwise.layout import Layout
 from shardwise.network import Level, Network
 
+CACHED = 1 << 17  # numbers of an array that stays in the cache
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -36,23 +38,29 @@ def transfer_table(
     seconds = np.zeros((len(sources), len(targets)))
     nbytes = np.zeros_like(seconds)
     inner = network.levels[0]
-    for row in range(len(sources)):
-        kept, sent = ranks.kept(row), ranks.sent(row)
-        moved = (needed.numels - kept).sum(axis=1)
+    for rows in _chunks(len(sources), len(targets) * network.world):
+        kept, sent = ranks.kept(rows), ranks.sent(rows)
         out, into = sent - kept, needed.numels - kept
+        moved = into.sum(axis=-1)
         if inner.link.staged:
-            out = into = needed.numels * (moved > 0)[:, None]
-            moved = into.sum(axis=1)
+            out = into = needed.numels * (moved > 0)[..., None]
+            moved = into.sum(axis=-1)
         time = inner.seconds(out, into)
         latency = np.where(moved > 0, inner.link.latency, 0.0)
         for inside in insides:
-            level, kept = inside.level, inside.kept(row)
+            level, kept = inside.level, inside.kept(rows)
             into = level.per_unit(needed.numels) - kept
             time = np.maximum(time, level.seconds(level.per_unit(sent) - kept, into))
-            latency = np.where(into.any(axis=1), level.link.latency, latency)
-        seconds[row] = time * itemsize + latency * ranks.messages(row)
-        nbytes[row] = moved * itemsize
+            latency = np.where(into.any(axis=-1), level.link.latency, latency)
+        seconds[rows] = time * itemsize + latency * ranks.messages(rows)
+        nbytes[rows] = moved * itemsize
     return Table(seconds, nbytes)
+
+
+def _chunks(count: int, elements: int) -> list[slice]:
+    """Rows in blocks whose arrays stay in the cache."""
+    step = max(1, CACHED // max(1, elements))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _clipped(bounds: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -99,27 +107,28 @@ class _Overlaps:
             self.readers.append(_readers(mine, theirs, size))
             self.blocks.append(_blocks_read(mine, theirs, size))
 
-    def _product(self, row: int, factors: list[np.ndarray]) -> np.ndarray:
-        """The product over dimensions for one source and every target."""
-        result = None
+    def _product(self, rows: slice, factors: list[np.ndarray]) -> np.ndarray:
+        """The product over dimensions for some sources and every target."""
+        result = np.ones(1)
         for factor, held, needed in zip(factors, self.held.index, self.needed.index, strict=True):
-            part = factor[held[row]][needed]
-            result = part if result is None else result * part
-        assert result is not None
+            part = factor[held[rows][:, None], needed] if factor.shape[:2] != (1, 1) else factor
+            result = (
+                result * part if result.shape != part.shape else np.multiply(result, part, result)
+            )
         return result
 
-    def kept(self, row: int) -> np.ndarray:
-        """Elements that each rank holds and needs itself; [targets, parts]."""
-        return self._product(row, self.common)
+    def kept(self, rows: slice) -> np.ndarray:
+        """Elements that each rank holds and needs itself; [sources, targets, parts]."""
+        return self._product(rows, self.common)
 
-    def sent(self, row: int) -> np.ndarray:
+    def sent(self, rows: slice) -> np.ndarray:
         """Elements of each part that ranks need, counted once per rank that needs them."""
-        product = self._product(row, self.readers)
+        product = self._product(rows, self.readers)
         return product / self.users ** (len(self.readers) - 1)
 
-    def messages(self, row: int) -> np.ndarray:
-        """Messages to the rank that gets most; [targets]."""
-        return self._product(row, self.blocks)
+    def messages(self, rows: slice) -> np.ndarray:
+        """Messages to the rank that gets most; [sources, targets]."""
+        return self._product(rows, self.blocks)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -179,11 +188,11 @@ class _Inside:
             found.append(boxes[:, np.minimum(member, len(unit) - 1)] * there)
         return [_Overlaps(_Ranges.of(b), needed, shape) for b in found]
 
-    def kept(self, row: int) -> np.ndarray:
-        """Elements per unit, counted once per rank that needs them; [targets, units]."""
-        if self.exact[row]:
-            return self.level.per_unit(self.of_unit.kept(row))
-        kept = [overlaps.kept(row) for overlaps in self.members]
+    def kept(self, rows: slice) -> np.ndarray:
+        """Elements per unit, counted once per rank that needs them; [sources, targets, units]."""
+        if self.exact[rows].all():
+            return self.level.per_unit(self.of_unit.kept(rows))
+        kept = [overlaps.kept(rows) for overlaps in self.members]
         return self.level.per_unit(np.sum(kept, axis=0))
 
 

@@ -19,7 +19,7 @@ from shardwise.box import Box
 from shardwise.config import AXES, AXIS_NAMES, Config
 from shardwise.errors import PlanError
 from shardwise.graph import Layer
-from shardwise.layout import Layout, Ranges, blocks
+from shardwise.layout import Layout, Ranges, block
 
 # The grid axes that split a dimension of this label. Channels of an output are split by filters
 # and input channels together, linearised (P2): x and y then live in the same layout.
@@ -35,12 +35,87 @@ class Need:
 
 
 @dataclass(frozen=True, eq=False)
+class Grid:
+    """Where each rank stands under a config; the same for all layers that have this config."""
+
+    config: Config
+    world: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, config: Config, world: int) -> Grid:
+        return cls(config, world)
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.config.coordinates(self.world)
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        """The degree of each axis: a number, or one per rank where configs stand side by side."""
+        return dict(zip(AXES, self.config.degrees, strict=True))
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        return self.coordinates["n"] >= 0
+
+    @cached_property
+    def layouts(self) -> dict[tuple[Any, ...], Layout]:
+        """Layouts of outputs, by shape and labels: many layers have the same."""
+        return {}
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
+        return {}
+
+    def ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        if (size, axes) not in self._ranges:
+            self._ranges[size, axes] = self._new_ranges(size, axes)
+        return self._ranges[size, axes]
+
+    def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        index, degree = np.zeros(self.world, dtype=np.int64), 1
+        for axis in axes:
+            index = index * self.degrees[axis] + self.coordinates[axis]
+            degree = degree * self.degrees[axis]
+        found = block(size, index, degree) * self.used[:, None]
+        found.setflags(write=False)
+        return found
+
+
+class Stack(Grid):
+    """Several configs that split the same axes, their ranks side by side.
+
+    What strategies say is computed rank by rank, so that one call answers for all these configs.
+    """
+
+    def __init__(self, configs: tuple[Config, ...], world: int) -> None:
+        super().__init__(configs[0], world * len(configs))
+        object.__setattr__(self, "configs", configs)
+        self.configs: tuple[Config, ...]
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        world = self.world // len(self.configs)
+        each = [config.coordinates(world) for config in self.configs]
+        return {axis: np.concatenate([c[axis] for c in each]) for axis in AXES}
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        world = self.world // len(self.configs)
+        each = np.array([config.degrees for config in self.configs])
+        return {axis: np.repeat(each[:, i], world) for i, axis in enumerate(AXES)}
+
+
+@dataclass(frozen=True, eq=False)
 class Split:
     """A layer under a config, on so many ranks."""
 
     layer: Layer
     config: Config
     world: int
+    stack: Stack | None = None
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -48,9 +123,10 @@ class Split:
         """The split, made once: what it computes is remembered with it."""
         return cls(layer, config, world)
 
-    @cached_property
-    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
-        return {}
+    @classmethod
+    def stacked(cls, layer: Layer, stack: Stack) -> Split:
+        """The layer under all configs of a stack; `config` stands for all in what is split."""
+        return cls(layer, stack.config, stack.world, stack)
 
     @cached_property
     def memory(self) -> dict[tuple[str, str], Any]:
@@ -58,27 +134,23 @@ class Split:
         return {}
 
     @cached_property
-    def coordinates(self) -> dict[str, np.ndarray]:
-        return self.config.coordinates(self.world)
+    def grid(self) -> Grid:
+        return self.stack or Grid.of(self.config, self.world)
 
-    @cached_property
+    @property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.grid.coordinates
+
+    @property
     def used(self) -> np.ndarray:
-        return self.coordinates["n"] >= 0
+        return self.grid.used
 
     def degree(self, *axes: str) -> int:
         return prod(getattr(self.config, axis) for axis in axes)
 
     def ranges(self, size: int, *axes: str) -> Ranges:
         """Each rank's block of `size` indices split over the product of these axes."""
-        if (size, axes) not in self._ranges:
-            self._ranges[size, axes] = self._new_ranges(size, axes)
-        return self._ranges[size, axes]
-
-    def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
-        index = np.zeros(self.world, dtype=np.int64)
-        for axis in axes:
-            index = index * self.degree(axis) + self.coordinates[axis]
-        return blocks(size, self.degree(*axes))[np.where(self.used, index, 0)] * self.used[:, None]
+        return self.grid.ranges(size, axes)
 
     def dim_ranges(self, dim: int) -> Ranges:
         """Each rank's range of one dimension of the output."""
@@ -89,7 +161,7 @@ class Split:
 
     def whole(self, size: int) -> Ranges:
         """The whole range, on the ranks that are used."""
-        return np.outer(self.used, [0, size])
+        return self.grid.ranges(size, ())
 
 
 @dataclass(frozen=True)
@@ -143,6 +215,7 @@ class Strategy:
     draws = False  # uses random numbers, which every rank must draw to stay in step
     can_gather = False  # the gradient of its weights may be computed from gathered inputs (P3)
     free = False  # hands out a view of its operand: no time, no memory
+    degrees_matter = False  # to what it says, beside which axes are split
     keeps_inputs = False  # for the backward pass
     keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
 
@@ -170,8 +243,11 @@ class Strategy:
     @remembered
     def output(self, split: Split) -> Layout:
         """The partition of the output."""
-        ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
-        return Layout.of(split.layer.shape, ranges)
+        key = split.layer.shape, split.layer.dims
+        if key not in split.grid.layouts:
+            ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
+            split.grid.layouts[key] = Layout.of(split.layer.shape, ranges)
+        return split.grid.layouts[key]
 
     def partial(self, split: Split) -> Layout | None:
         """The cover of partial results that are summed into `output`, if there are any."""
@@ -244,6 +320,9 @@ class Strategy:
                 )
 
 
+STRAIGHT = Strategy()
+
+
 def whole(split: Split, shape: tuple[int, ...]) -> Layout:
     """Every used rank needs the whole operand."""
     return Layout.of(shape, [split.whole(size) for size in shape])
@@ -251,6 +330,8 @@ def whole(split: Split, shape: tuple[int, ...]) -> Layout:
 
 def broadcast(split: Split, shape: tuple[int, ...]) -> Layout:
     """What an output box needs of an operand that is broadcast against the output."""
+    if shape == split.layer.shape:
+        return Strategy.output(STRAIGHT, split)
     lead = len(split.layer.shape) - len(shape)
     ranges = [
         split.whole(1) if size == 1 else split.dim_ranges(lead + dim)

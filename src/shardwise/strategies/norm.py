@@ -190,6 +190,8 @@ class InstanceNorm(Norm):
 class GroupNorm(Norm):
     """Statistics per sample and group of channels; blocks of channels may cut a group."""
 
+    degrees_matter = True
+
     def group_ranges(self, split: Split) -> Ranges:
         channels = split.dim_ranges(1)
         per_group = split.layer.shape[1] // split.layer.attrs["groups"]
