@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +17,9 @@ from shardwise import __version__
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
 from shardwise.models import parse_options, parse_shape, parse_split
+from shardwise.planning import as_data
+from shardwise.questions import Question, answer, simulated, trace_data
+from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
 from shardwise.train import Settings, train_digits
 from shardwise.verification import PlanResult, Request, summary, verify_model
 
@@ -64,19 +69,27 @@ Split = Annotated[
 ]
 
 
+Model = Annotated[
+    str, typer.Argument(help="A zoo name, package.module:callable or file.py:callable.")
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--input", help="Input shape, such as 2x3x224x224; once per input of the model."),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Passed on to the callable that builds the model."),
+]
+Classes = Annotated[
+    int | None, typer.Option(help="Passed on to the callable that builds the model.")
+]
+
+
 @app.command()
 def verify(
-    model: Annotated[
-        str,
-        typer.Argument(help="A zoo name, package.module:callable or file.py:callable."),
-    ],
+    model: Model,
     workers: Workers = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input", help="Input shape, such as 2x3x224x224; once per input of the model."
-        ),
-    ] = None,
+    shape: Shapes = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Number of samples. (default: one per worker, at least 2)"),
@@ -85,13 +98,8 @@ def verify(
     split: Split = None,
     random_plans: Annotated[int, typer.Option(help="How many random plans to verify.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the first random plan.")] = 0,
-    num_classes: Annotated[
-        int | None, typer.Option(help="Passed on to the callable that builds the model.")
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Passed on to the callable that builds the model."),
-    ] = None,
+    num_classes: Classes = None,
+    option: Options = None,
 ) -> None:
     """Prove that plans compute what one device computes.
 
@@ -100,9 +108,6 @@ def verify(
     --random-plans, the samples are split over the workers. Exit code 1 means that some tensor
     differs by more than rounding. Also runs under torchrun.
     """
-    options = parse_options(option or [])
-    if num_classes is not None:
-        options["num_classes"] = num_classes
     request = Request(
         spec=model,
         workers=workers,
@@ -112,13 +117,18 @@ def verify(
         split=parse_split(split) if split is not None else {},
         num_random=random_plans,
         seed=seed,
-        options=options,
+        options=_model_options(option, num_classes),
     )
     with Console(stderr=True).status(f"verifying {model}"):
         results = verify_model(request)
     _print_results(results)
     if not all(result.passed for result in results):
         raise typer.Exit(1)
+
+
+def _model_options(option: list[str] | None, num_classes: int | None) -> dict[str, Any]:
+    given = {} if num_classes is None else {"num_classes": num_classes}
+    return parse_options(option or []) | given
 
 
 def _print_results(results: list[PlanResult]) -> None:
@@ -166,3 +176,117 @@ def train(
         seconds = time.perf_counter() - start
         accuracy = 100 * history[-1].accuracy
         print(f"test accuracy {accuracy:.2f} % after {epochs} epochs, {seconds:.0f} s in all")
+
+
+MachineOption = Annotated[
+    str,
+    typer.Option(help="A preset, a shorthand such as 4x10Gb or 2x4@1Gb/4:1, or a cluster file."),
+]
+ClusterWorkers = Annotated[
+    int | None, typer.Option(help="Number of workers. (default: those of the cluster)")
+]
+Batch = Annotated[int | None, typer.Option(help="Samples per step. (default: 32 per worker)")]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="What a worker may use, such as 8GiB. (default: the cluster's)"),
+]
+Gradients = Annotated[
+    str,
+    typer.Option(
+        help="When gradients are summed: end, layer, chunks:K (the last K layers first) or "
+        "buckets:SIZE."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.command()
+def plan(
+    model: Model,
+    cluster: MachineOption = "local",
+    workers: ClusterWorkers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    memory: Memory = None,
+    gradients: Gradients = "end",
+    output: Annotated[
+        str, typer.Option(help="full: every rank gets the whole output; local: its part.")
+    ] = "full",
+    explain: Annotated[
+        list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Find the best split of every layer, and compare it with others.
+
+    Costs come from the cluster's description; --cluster takes the file that `shardwise probe`
+    writes, so that they are measured.
+    """
+    request = Question(
+        spec=model,
+        cluster=cluster,
+        workers=workers,
+        batch=batch,
+        shapes=tuple(map(parse_shape, shape or [])),
+        memory=memory,
+        gradients=gradients,
+        output=output,
+        options=_model_options(option, num_classes),
+    )
+    with Console(stderr=True).status(f"planning {model}"):
+        found = answer(request)
+    if save is not None:
+        found.save(save)
+    console = Console(highlight=False)
+    if json:
+        print(dumps(as_data(found)))
+        return
+    for layer in explain or []:
+        console.print(explain_table(found, layer))
+    if not explain:
+        console.print(plan_table(found), rivals_table(found))
+    for line in trace_lines(found.findings.trace):
+        console.print(line, soft_wrap=True)
+
+
+@app.command()
+def simulate(
+    model: Model,
+    cluster: MachineOption = "local",
+    workers: ClusterWorkers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    plan: Annotated[str, typer.Option(help="auto (the best found), owt, or a plan file.")] = "auto",
+    split: Split = None,
+    gradients: Gradients = "end",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
+    ] = None,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Simulate one training step on a cluster, on thousands of workers if need be."""
+    request = Question(
+        spec=model,
+        cluster=cluster,
+        workers=workers,
+        batch=batch,
+        shapes=tuple(map(parse_shape, shape or [])),
+        gradients=gradients,
+        plan=plan,
+        split=parse_split(split) if split is not None else {},
+        options=_model_options(option, num_classes),
+    )
+    with Console(stderr=True).status(f"simulating {model}"):
+        step = simulated(request)
+    if trace is not None:
+        step.save(trace)
+    if json:
+        print(dumps(trace_data(step)))
+        return
+    for line in trace_lines(step):
+        print(line)

@@ -17,6 +17,7 @@ import numpy as np
 from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, Device
 from shardwise.config import Config
+from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Network, segments_of
@@ -218,7 +219,7 @@ class Costs:
             self._known_stacks[key] = (configs, stacks)  # the configs stay alive with their id
         return self._known_stacks[key][1]
 
-    def _columns(self, split: Split) -> dict[str, np.ndarray]:
+    def _columns(self, split: Split) -> dict[str, Any]:
         layer = split.layer
         forward, backward = (self._most(t) for t in self.timer.seconds(split))
         trains = self.training.gradients and layer.name in self.differentiable
@@ -354,6 +355,15 @@ class Costs:
         if known is not None and config in known.places:
             return known, known.places[config]
         return self.under(layer, (config,)), 0
+
+    def place(self, layer: Layer, config: Config) -> int:
+        """Which of a layer's candidates this config is."""
+        found = self.of(layer).places.get(_usual(layer, config))
+        if found is None:
+            raise PlanError(
+                f"layer {layer.name!r}: {config} is not among the splits that are tried"
+            )
+        return found
 
     def known_edge(
         self, source: Layer, target: Layer, operand: int, held: Config, needed: Config

@@ -91,8 +91,17 @@ class Layout:
     def is_partition(self) -> bool:
         """Every element belongs to exactly one rank."""
         numel = int(np.prod(self.shape, dtype=np.int64))
+        inside = _reach(self.bounds, self.shape)
+        return int(self.numels.sum()) == numel and inside and self.is_disjoint
+
+    @cached_property
+    def is_disjoint(self) -> bool:
+        """No element belongs to two ranks."""
+        used = self.bounds[self.numels > 0]
+        if _is_grid(used):
+            return True
         overlaps = self.overlaps(self)
-        return int(self.numels.sum()) == numel and int(overlaps.sum()) == numel
+        return int(overlaps.sum()) == int(np.trace(overlaps))
 
     @cached_property
     def is_segmented(self) -> bool:
@@ -137,3 +146,20 @@ class Layout:
 
     def __str__(self) -> str:
         return " ".join(f"{rank}:{self[rank]}" for rank in range(self.world) if self.numels[rank])
+
+
+def _reach(bounds: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """No box reaches beyond the tensor."""
+    return bool((bounds[..., 0] >= 0).all() and (bounds[..., 1] <= np.asarray(shape)).all())
+
+
+def _is_grid(bounds: np.ndarray) -> bool:
+    """Whether boxes are all combinations of disjoint ranges: a quick proof that none overlap."""
+    places, count = np.zeros(len(bounds), dtype=np.int64), 1
+    for dim in range(bounds.shape[1]):
+        starts, first, index = np.unique(bounds[:, dim, 0], return_index=True, return_inverse=True)
+        stops = bounds[first, dim, 1]
+        if (bounds[:, dim, 1] != stops[index]).any() or (stops[:-1] > starts[1:]).any():
+            return False
+        places, count = places * len(starts) + index, count * len(starts)
+    return len(bounds) <= count and len(np.unique(places)) == len(bounds)

@@ -36,6 +36,7 @@ class Plan:
     inputs: tuple[tuple[int, ...], ...]  # the shapes the model was captured for
     signature: str  # of the graph the plan was made for
     whole: tuple[str, ...] = field(default=())  # layers with no strategy: one worker computes them
+    findings: Any = field(default=None, repr=False, compare=False)  # costs, where it was planned
 
     # -- making plans --------------------------------------------------------------------------
 
@@ -113,6 +114,12 @@ class Plan:
         except PlanError:
             config = fit(layer, config, graph.batch)
         return config
+
+    def explain(self, layer: str) -> Any:
+        """The alternatives for one layer with their costs, best first."""
+        if self.findings is None:
+            raise PlanError("only a plan that shardwise.plan has made or examined explains itself")
+        return self.findings.explain(layer)
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
         degrees[axis] = kept
     used = prod(degrees.values())
     ranks = wanted.ranks if used == len(wanted.ranks) else tuple(sorted(wanted.ranks))[:used]
-    return Config(**degrees, ranks=ranks)
+    return Config(**degrees, ranks=ranks)  # type: ignore[arg-type]
 
 
 def _config(degrees: Mapping[str, int]) -> Config:

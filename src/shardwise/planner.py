@@ -204,6 +204,11 @@ class Planner:
                 low = price
         return best
 
+    @cached_property
+    def unlimited_memory(self) -> int:
+        """What the best plan needs where memory costs nothing."""
+        return self._priced(0.0)[1].memory
+
     def _priced(self, price: float) -> tuple[Plan, Prediction]:
         plan = self.best(price=price)
         return plan, predict(plan, self.costs)

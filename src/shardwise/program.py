@@ -8,7 +8,7 @@ the layer), a gathered version of it ("conv1>0"), or partial sums before they ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
@@ -91,9 +91,21 @@ class Program:
     outputs: tuple[str, ...]
     frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
     differentiable: frozenset[str]  # values that depend on what is trained
-    groups: tuple[tuple[int, ...], ...]  # of ranks that run collectives, of any rank
     gathered: frozenset[str]  # parameters whose gradient every rank computes whole
     bound: dict[str, Local] = field(default_factory=dict)  # shares as the runtime completed them
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that run collectives, in an order that every rank agrees on."""
+        ops = [op for run in self.forward if isinstance(run, Run) for op in run.ops]
+        transfers = [step.transfer for step in self.forward if isinstance(step, Move)]
+        transfers += [t.transpose for t in transfers]
+        transfers += [op.sums for op in ops if op.sums]
+        transfers += [gather for op in ops for gather in op.gathers]
+        transfers += [to_all(self.layouts[name]) for name in self.outputs]
+        groups = {group for transfer in transfers for group in transfer.groups}
+        groups |= {group for layout in self.params.values() for group in layout.segments}
+        return tuple(sorted(groups))
 
 
 def to_all(layout: Layout) -> Transfer:
@@ -175,22 +187,8 @@ class _Compiler:
             outputs=outputs,
             frees=_frees(forward, outputs),
             differentiable=frozenset(self.differentiable),
-            groups=self._groups(forward, outputs),
             gathered=self._gathered_params(ops),
         )
-
-    def _groups(self, steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[Any, ...]:
-        """All groups of ranks that communicate, in an order that every rank agrees on."""
-        transfers = [step.transfer for step in steps if isinstance(step, Move)]
-        transfers += [t.transpose for t in transfers]
-        transfers += [op.sums for run in steps if isinstance(run, Run) for op in run.ops if op.sums]
-        transfers += [
-            g for run in steps if isinstance(run, Run) for op in run.ops for g in op.gathers
-        ]
-        transfers += [to_all(self.layouts[name]) for name in outputs]
-        groups = {group for transfer in transfers for group in transfer.groups}
-        groups |= {group for layout in self.params.values() for group in layout.segments}
-        return tuple(sorted(groups))
 
     def _gathered_params(self, ops: list[Op]) -> frozenset[str]:
         """Parameters of layers that gather; one that another layer shares must be gathered too."""

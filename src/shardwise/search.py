@@ -178,7 +178,7 @@ class _Bounds:
         if self.upper - bound > self.margin:
             self.offer(_best_of_few(self.graph, slacks, picks))
         # The slacks hold on top of the bound from before their own sweep.
-        room = 0.7 * (self.upper - self.lower) + self.margin
+        room = self.upper - self.lower + self.margin
         shrunk = any([self.graph.keep(node, s <= room) for node, s in enumerate(slacks)])
         self.graph.drop_forbidden()
         self.lower = max(self.lower, bound)

@@ -74,8 +74,7 @@ class Transfer:
     @cached_property
     def is_identity(self) -> bool:
         """Nothing moves and every rank keeps what it has."""
-        same = np.array_equal(self.source.bounds, self.target.bounds)
-        return same and not self.messages.any()
+        return np.array_equal(self.source.bounds, self.target.bounds) and self.source.is_disjoint
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:

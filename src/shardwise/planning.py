@@ -1,0 +1,203 @@
+"""`shardwise.plan`: from a model and a cluster to a plan that explains itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.capture import capture
+from shardwise.cluster import Cluster
+from shardwise.config import Config
+from shardwise.cost import Costs, Timer, Training, value_operands
+from shardwise.errors import PlanError
+from shardwise.graph import LayerGraph
+from shardwise.plan import Plan
+from shardwise.planner import Planner, Prediction, baselines, predict
+from shardwise.simulate import Engine, simulate
+from shardwise.trace import Trace
+from shardwise.units import parse_size
+
+HIDDEN = (0.0, 0.5, 1.0)  # parts of the updates that may overlap with the backward pass
+SIMULATED = 256  # workers up to which several plans are simulated and compared
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One config of a layer, all other layers as planned; seconds."""
+
+    config: Config
+    transfer: float  # of what the layer reads, and inside it
+    compute: float
+    update: float
+    onward: float  # carrying its output to its readers
+
+    @property
+    def total(self) -> float:
+        return self.transfer + self.compute + self.update + self.onward
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan to compare with."""
+
+    plan: Plan
+    prediction: Prediction
+    step: float  # seconds, simulated
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What is known about a plan: its costs, its simulated step, and what others would cost."""
+
+    costs: Costs
+    plan: Plan
+    prediction: Prediction
+    trace: Trace
+    rivals: dict[str, Rival] = field(default_factory=dict)
+
+    def explain(self, name: str) -> list[Alternative]:
+        """The alternatives for one layer with their costs, best first, as P4's Tables 2 and 3."""
+        graph, costs = self.costs.graph, self.costs
+        if name not in graph or graph[name].op == "input":
+            close = get_close_matches(name, [la.name for la in graph.layers], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PlanError(f"the model has no layer {name!r} to explain{hint}")
+        layer, own = graph[name], costs.of(graph[name])
+        reading = np.zeros(len(own.configs))
+        for index, source in value_operands(layer):
+            if graph[source].op != "input":
+                seconds, _ = costs.edge(graph[source], layer, index)
+                reading += seconds[self._place(source)]
+        onward = np.zeros(len(own.configs))
+        for reader in graph.consumers[name]:
+            for index, source in value_operands(graph[reader]):
+                if source == name:
+                    seconds, _ = costs.edge(layer, graph[reader], index)
+                    onward += seconds[:, self._place(reader)]
+        if name in graph.outputs:
+            onward += costs.output_table(layer).seconds[own.outputs.index, 0]
+        found = [
+            Alternative(
+                config,
+                float(reading[i] + own.transfer[i]),
+                float(own.compute[i]),
+                float(own.update[i]),
+                float(onward[i]),
+            )
+            for i, config in enumerate(own.configs)
+        ]
+        return sorted(found, key=lambda alternative: alternative.total)
+
+    def _place(self, name: str) -> int:
+        """Which of a layer's candidates the plan has chosen."""
+        layer = self.costs.graph[name]
+        return self.costs.place(layer, self.plan.config(layer, self.costs.graph))
+
+
+def plan(
+    model: nn.Module | LayerGraph,
+    *inputs: torch.Tensor,
+    cluster: str | Cluster = "local",
+    workers: int | None = None,
+    memory: str | int | None = None,
+    training: Training | None = None,
+    timer: Timer | None = None,
+    engine: Engine | None = None,
+) -> Plan:
+    """The best plan for a model on a cluster; it prints as a table and explains its choices.
+
+    `cluster` is a description, a preset ("p100-4x4"), a shorthand ("4x10Gb") or a file; `memory`
+    caps what a worker may use ("8GiB").
+
+    >>> plan(model, x, cluster="4x10Gb").explain("fc1")
+    """
+    graph = model if isinstance(model, LayerGraph) else capture(model, *inputs)
+    machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+    machines = machines.with_workers(workers or machines.world)
+    cap = machines.device.memory
+    if memory is not None:
+        cap = parse_size(memory) if isinstance(memory, str) else memory
+    costs = Costs(graph, machines, timer, training)
+    return examine(costs, engine, cap=cap)
+
+
+def examine(
+    costs: Costs, engine: Engine | None = None, cap: int | None = None, chosen: Plan | None = None
+) -> Plan:
+    """The best plan, or the given one, with all that is known about it."""
+    planner = Planner(costs)
+    few = costs.world <= SIMULATED
+    rivals = {
+        name: Rival(rival, prediction, _simulated(rival, costs, engine).seconds if few else 0.0)
+        for name, (rival, prediction) in baselines(costs).items()
+    }
+    if chosen is None:
+        candidates = _candidates(planner, cap)
+        if few:
+            fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
+            candidates += fitting
+            steps = [_simulated(candidate, costs, engine).seconds for candidate in candidates]
+        else:
+            steps = [predict(candidate, costs).seconds for candidate in candidates]
+        chosen = candidates[int(np.argmin(steps))]
+    trace = _simulated(chosen, costs, engine)
+    findings = Findings(costs, chosen, predict(chosen, costs), trace, rivals)
+    return replace(chosen, findings=findings)
+
+
+def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
+    """The best plans, for different parts of the updates that overlap hides."""
+    if cap is not None:
+        best, prediction = planner.under(cap)
+        if prediction.memory < planner.unlimited_memory:
+            return [best]  # the cap binds: other plans would need more
+    return [planner.best(hidden) for hidden in HIDDEN]
+
+
+def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:
+    return simulate(plan, costs.graph, costs.cluster, costs.timer, costs.training, engine)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """A plan and all that is known about it as plain data, for JSON."""
+    findings: Findings = plan.findings
+    prediction, trace = findings.prediction, findings.trace
+    return {
+        "workers": plan.world,
+        "cluster": findings.costs.cluster.name,
+        "step_seconds": trace.seconds,
+        "cost_seconds": prediction.seconds,
+        "compute_seconds": prediction.compute,
+        "transfer_seconds": prediction.transfer,
+        "update_seconds": prediction.update,
+        "bytes": prediction.moved,
+        "memory": prediction.memory,
+        "layers": [
+            {
+                "layer": row.layer,
+                "op": row.op,
+                "split": str(row.config),
+                "workers": row.config.num_workers,
+                "compute": row.compute,
+                "transfer": row.transfer,
+                "update": row.update,
+                "bytes": row.moved,
+                "memory": row.memory,
+            }
+            for row in prediction.rows
+        ],
+        "rivals": {
+            name: {
+                "cost_seconds": rival.prediction.seconds,
+                "step_seconds": rival.step,
+                "bytes": rival.prediction.moved,
+                "memory": rival.prediction.memory,
+            }
+            for name, rival in findings.rivals.items()
+        },
+    }

@@ -1,0 +1,127 @@
+"""What the command line asks of the planner and the simulator, and how it is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.capture import capture
+from shardwise.cluster import Cluster
+from shardwise.cost import Costs, Training
+from shardwise.errors import ShardwiseError
+from shardwise.graph import LayerGraph
+from shardwise.models import default_shape, load_model
+from shardwise.plan import Plan
+from shardwise.planner import Planner
+from shardwise.planning import examine
+from shardwise.simulate import Engine, simulate
+from shardwise.trace import Trace
+from shardwise.units import parse_size
+
+PER_WORKER = 32  # samples, where no batch is given
+OUTPUTS = ("full", "local")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a cluster, and what to find out about them."""
+
+    spec: str
+    cluster: str = "local"
+    workers: int | None = None
+    batch: int | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    memory: str | None = None
+    gradients: str = "end"
+    output: str = "full"
+    plan: str = "auto"
+    split: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def machines(self) -> Cluster:
+        cluster = Cluster.load(self.cluster)
+        if self.workers is None and cluster.world > 1:
+            return cluster
+        return cluster.with_workers(2 if self.workers is None else self.workers)
+
+    def graph(self, world: int) -> LayerGraph:
+        """The model's layers; its weights are never made."""
+        if self.batch is not None and self.batch < 1:
+            raise ShardwiseError(f"batch {self.batch}: there must be at least 1 sample")
+        shapes = self.shapes
+        if not shapes:
+            shapes = (default_shape(self.spec, self.batch or PER_WORKER * world),)
+        elif self.batch is not None and any(shape[0] != self.batch for shape in shapes):
+            raise ShardwiseError(
+                f"--batch {self.batch} does not agree with the input of {shapes[0][0]} samples"
+            )
+        with torch.device("meta"):
+            model = load_model(self.spec, **self.options)
+        return capture(model, *(torch.empty(shape, device="meta") for shape in shapes))
+
+    def costs(self) -> Costs:
+        if self.output not in OUTPUTS:
+            raise ShardwiseError(f"output {self.output!r} must be {' or '.join(OUTPUTS)}")
+        machines = self.machines()
+        training = Training(output=self.output)
+        return Costs(self.graph(machines.world), machines, training=training)
+
+
+def answer(question: Question) -> Plan:
+    """The best plan, with all that is known about it."""
+    costs, cap = question.costs(), question.machines().device.memory
+    if question.memory is not None:
+        cap = parse_size(question.memory)
+    return examine(costs, parse_engine(question.gradients), cap=cap)
+
+
+def simulated(question: Question) -> Trace:
+    """One step under the best plan, or under the one that is asked for."""
+    costs, engine = question.costs(), parse_engine(question.gradients)
+    graph, world = costs.graph, costs.world
+    if question.split:
+        chosen = Plan.uniform(graph, world, **question.split)
+    elif question.plan == "auto":
+        chosen = Planner(costs).best()
+    elif question.plan == "owt":
+        chosen = Plan.owt(graph, world)
+    else:
+        chosen = Plan.load(question.plan)
+        chosen.check(graph)
+        if chosen.world != world:
+            raise ShardwiseError(f"the plan is for {chosen.world} workers, the cluster has {world}")
+    return simulate(chosen, graph, costs.cluster, costs.timer, costs.training, engine)
+
+
+def parse_engine(text: str) -> Engine:
+    """When gradients are summed.
+
+    >>> parse_engine("chunks:9").last
+    9
+    """
+    mode, _, value = text.partition(":")
+    if mode in ("end", "layer") and not value:
+        return Engine(mode)
+    if mode == "chunks" and value.isdigit() and int(value) > 0:
+        return Engine(mode, last=int(value))
+    if mode == "buckets" and value:
+        return Engine(mode, bucket=parse_size(value))
+    raise ShardwiseError(
+        f"gradients {text!r} must be end, layer, chunks:K or buckets:SIZE, such as chunks:9 or "
+        "buckets:25MiB"
+    )
+
+
+def trace_data(trace: Trace) -> dict[str, Any]:
+    """A step as plain data, for JSON."""
+    return {
+        "workers": trace.world,
+        "step_seconds": trace.seconds,
+        "busy_seconds": trace.busy.tolist(),
+        "waiting_seconds": trace.waiting.tolist(),
+        "communication_seconds": trace.communication.tolist(),
+        "exposed_seconds": trace.exposed.tolist(),
+        "overlap": trace.overlap,
+    }

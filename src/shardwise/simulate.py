@@ -1,0 +1,353 @@
+"""A training step on a cluster, event by event, for all ranks at once.
+
+Every rank runs the steps of its program in order; computation, links and gradient sums are separate
+resources. A step of the program happens on all ranks, so an event is a vector over ranks: thousands
+of ranks cost hardly more than one. Links serve transfers in the order of the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.cluster import Cluster
+from shardwise.cost import STATISTICS, Roofline, Timer, Training
+from shardwise.graph import LayerGraph
+from shardwise.layout import Layout
+from shardwise.network import Level, Network, segments_of
+from shardwise.plan import Plan
+from shardwise.program import Cut, Move, Op, Program, Run, compile_program, to_all
+from shardwise.strategies import Split
+from shardwise.trace import Span, Trace
+from shardwise.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Engine:
+    """When gradients are summed.
+
+    "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
+    of the last k layers with weights together as soon as they are ready, the rest at the end (P3);
+    "buckets": whenever so many bytes are ready.
+    """
+
+    mode: str = "end"
+    last: int = 0
+    bucket: int = 25 << 20
+
+    def flushes(self, index: int, pending: float) -> bool:
+        """Whether to sum what is pending after the index-th layer with weights, last first."""
+        if self.mode == "layer":
+            return True
+        if self.mode == "chunks":
+            return index + 1 == self.last
+        return self.mode == "buckets" and pending >= self.bucket
+
+
+def simulate(
+    plan: Plan,
+    graph: LayerGraph,
+    cluster: Cluster,
+    timer: Timer | None = None,
+    training: Training | None = None,
+    engine: Engine | None = None,
+) -> Trace:
+    """The predicted trace of one training step."""
+    training = training or Training()
+    timer = timer or Roofline(cluster.device, training.itemsize)
+    trainable = frozenset(name for layer in graph.layers for name in layer.params)
+    program = compile_program(graph, plan, 0, trainable)
+    simulator = _Simulator(program, plan, Network(cluster), timer, training, engine or Engine())
+    return simulator.run()
+
+
+class _Simulator:
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        network: Network,
+        timer: Timer,
+        training: Training,
+        engine: Engine,
+    ) -> None:
+        self.program, self.network, self.timer = program, network, timer
+        self.training, self.engine = training, engine
+        self.world = plan.world
+        self.trace = Trace(plan.world)
+        self.clock = np.zeros(plan.world)  # when each rank is free to compute
+        self.lanes = _Lanes(network)
+        self.ready: dict[str, np.ndarray] = {}  # when each value is there
+        self.arriving: dict[str, _Arriving] = {}  # values and gradients still on their way
+        self.times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.gradients = _Gradients(self)
+
+    def run(self) -> Trace:
+        for name in self.program.inputs:
+            self.ready[name] = self.clock.copy()
+        for step in self.program.forward:
+            self._forward(step)
+        self._outputs()
+        if self.training.gradients:
+            self._backward()
+        return self.trace
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def _forward(self, step: Run | Move | Cut) -> None:
+        if isinstance(step, Cut):
+            self.ready[step.target] = self.ready[step.source]
+        elif isinstance(step, Move):
+            self._wait(step.source)
+            self._start(step.target, step.transfer, self.ready[step.source])
+        else:
+            for name in step.inputs:
+                self._wait(name)
+            for op in step.ops:
+                self._op(op, forward=True)
+            for name in step.outputs:
+                self.ready[name] = self.clock.copy()
+
+    def _outputs(self) -> None:
+        """Every rank gets the whole output, for the loss."""
+        for name in self.program.outputs:
+            self._wait(name)
+            if self.training.output == "full":
+                transfer = to_all(self.program.layouts[name])
+                self._start(f"{name} to all", transfer, self.ready[name])
+        for name in self.program.outputs:
+            if self.training.output == "full":
+                self._wait(f"{name} to all")
+
+    def _op(self, op: Op, forward: bool) -> None:
+        """One layer's computation; statistics are summed in between, both ways."""
+        layer = op.local.layer
+        if layer.name not in self.times:
+            self.times[layer.name] = self.timer.seconds(
+                Split.of(layer, op.local.config, self.world)
+            )
+        seconds = self.times[layer.name][0 if forward else 1]
+        start = self.clock.copy()
+        if op.sums is not None:
+            half = start + seconds / 2
+            done = self._sum(op.sums.source, half, STATISTICS)
+            self._span(
+                f"{layer.name} statistics", "statistics", "transfers", half, done, done - half
+            )
+            self.clock = done + seconds / 2
+        else:
+            self.clock = start + seconds
+        kind = "forward" if forward else "backward"
+        self._span(layer.name, kind, "compute", start, start + seconds)
+
+    def _sum(self, layout: Layout, ready: np.ndarray, itemsize: int) -> np.ndarray:
+        """When each rank has the sum of its segment."""
+        segments = segments_of(layout.bounds[None])[0]
+        nbytes = float(layout.numels.max()) * itemsize
+        return self.after_all(segments, ready) + (
+            self.network.sum_seconds(segments, nbytes) * (segments >= 0)
+        )
+
+    @staticmethod
+    def after_all(segments: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """When the last rank of each rank's segment is ready."""
+        latest = np.full(len(ready) + 1, -np.inf)
+        np.maximum.at(latest, segments, ready)
+        return np.where(segments >= 0, latest[segments], ready)
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def _start(self, target: str, transfer: Transfer, start: np.ndarray) -> None:
+        arrival = self.lanes.carry(transfer.messages * float(self.training.itemsize), start)
+        self.arriving[target] = _Arriving(target, start, arrival)
+        self.ready[target] = arrival
+
+    def _wait(self, name: str) -> None:
+        """Ranks that need a value wait until it is there."""
+        blocked = np.maximum(self.ready[name] - self.clock, 0.0)
+        self.clock = self.clock + blocked
+        if name in self.arriving:
+            moving = self.arriving.pop(name)
+            self._span(name, "transfer", "transfers", moving.start, moving.arrival, blocked)
+
+    def _span(
+        self,
+        name: str,
+        kind: str,
+        lane: str,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        blocked: np.ndarray | None = None,
+    ) -> None:
+        self.trace.spans.append(Span(name, kind, lane, starts, ends, blocked))
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def _backward(self) -> None:
+        self.ready = {name: self.clock.copy() for name in self.program.outputs}
+        for step in self.program.backward:
+            if isinstance(step, Move):
+                self._take(step.target)
+                back = step.transfer.messages.T * float(self.training.itemsize)
+                start = self.ready[step.target]
+                arrival = self.lanes.carry(back, start)
+                self._add(step.source, start, arrival)
+            elif isinstance(step, Run):
+                for name in step.outputs:
+                    self._take(name)
+                for op in reversed(step.ops):
+                    self._op(op, forward=False)
+                    self.gradients.ready(op)
+                for name in step.inputs:
+                    self._add(name, self.clock, self.clock)
+        self.gradients.finish()
+
+    def _add(self, name: str, start: np.ndarray, arrival: np.ndarray) -> None:
+        """A part of a value's gradient comes from one of its readers."""
+        known = self.ready.get(name)
+        self.ready[name] = arrival.copy() if known is None else np.maximum(known, arrival)
+        if arrival is not start:
+            self.arriving[f"{name}'"] = _Arriving(name, start, arrival)
+
+    def _take(self, name: str) -> None:
+        """Waits for the gradient of a value, if anything of it comes."""
+        if name not in self.ready:
+            self.ready[name] = self.clock.copy()
+        blocked = np.maximum(self.ready[name] - self.clock, 0.0)
+        self.clock = self.clock + blocked
+        moving = self.arriving.pop(f"{name}'", None)
+        if moving is not None:
+            self._span(
+                f"{name} gradient", "transfer", "transfers", moving.start, moving.arrival, blocked
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Arriving:
+    name: str
+    start: np.ndarray
+    arrival: np.ndarray
+
+
+class _Lanes:
+    """The ports of all levels, each of which serves one transfer after the other."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.free = [np.zeros((2, len(level.starts))) for level in network.levels]  # out, in
+
+    def carry(self, matrix: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """When each rank has all messages of a transfer, bytes from rank r to rank q."""
+        if not matrix.any():
+            return start.copy()
+        senders, receivers = np.nonzero(matrix)
+        sizes = matrix[senders, receivers]
+        done = start[senders].copy()
+        latency = 0.0
+        for level, free in zip(self.network.levels, self.free, strict=True):
+            crossing = level.units[senders] != level.units[receivers]
+            if crossing.any():
+                latency = level.link.latency
+                ends = [
+                    _serve(
+                        level,
+                        free[way],
+                        level.units[side[crossing]],
+                        sizes[crossing],
+                        start[senders[crossing]],
+                    )
+                    for way, side in enumerate((senders, receivers))
+                ]
+                done[crossing] = np.maximum(done[crossing], np.maximum(*ends))
+        messages = max(np.bincount(senders).max(), np.bincount(receivers).max())
+        arrival = start.copy()
+        np.maximum.at(arrival, receivers, done + latency * float(messages))
+        return arrival
+
+
+def _serve(
+    level: Level, free: np.ndarray, units: np.ndarray, sizes: np.ndarray, start: np.ndarray
+) -> np.ndarray:
+    """When the port of each message's unit has served it and all others of this transfer."""
+    count = len(level.starts)
+    amounts = np.bincount(units, sizes, minlength=count)
+    begin = np.full(count, -np.inf)
+    np.maximum.at(begin, units, start)
+    if level.link.shared:
+        group = level.groups[level.starts]
+        total, first = np.zeros(group.max() + 1), np.full(group.max() + 1, -np.inf)
+        np.add.at(total, group, amounts)
+        np.maximum.at(first, group, np.maximum(begin, free))
+        ends = first[group] + total[group] / level.link.rate
+    else:
+        ends = np.maximum(begin, free) + amounts / level.link.rate
+    used = amounts > 0
+    free[used] = ends[used]
+    return ends[units]
+
+
+@dataclass(eq=False)
+class _Gradients:
+    """The gradient engine: what is ready, and the sums under way, in a lane of their own."""
+
+    simulator: _Simulator
+    pending: dict[bytes, tuple[np.ndarray, float]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    layers: int = 0
+    spans: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = np.zeros(self.simulator.world)
+
+    def ready(self, op: Op) -> None:
+        """The gradients of a layer's weights are there."""
+        simulator = self.simulator
+        params = [s.name for s in op.operands if s.kind == "param"]
+        if not params:
+            return
+        for transfer in op.gathers:
+            matrix = transfer.messages * float(simulator.training.itemsize)
+            start = np.maximum(simulator.clock, self.free)
+            self._note(
+                f"{op.local.layer.name} gathered", start, simulator.lanes.carry(matrix, start)
+            )
+        for name in () if op.gathers else params:
+            layout = simulator.program.params[name]
+            segments = segments_of(layout.bounds[None])[0]
+            nbytes = float(layout.numels.max()) * simulator.training.itemsize
+            known = self.pending.get(segments.tobytes(), (segments, 0.0))
+            self.pending[segments.tobytes()] = (segments, known[1] + nbytes)
+        self.names.append(op.local.layer.name)
+        total = sum(nbytes for _, nbytes in self.pending.values())
+        if simulator.engine.flushes(self.layers, total):
+            self._flush()
+        self.layers += 1
+
+    def _flush(self) -> None:
+        """Starts the sums of all that is pending, packed per segment."""
+        label = self.names[0] if len(self.names) == 1 else f"{len(self.names)} layers"
+        for segments, nbytes in self.pending.values():
+            start = np.maximum(self.simulator.clock, self.free)
+            seconds = self.simulator.network.sum_seconds(segments, nbytes)
+            if seconds > 0:
+                begin = self.simulator.after_all(segments, start)
+                self._note(
+                    f"sum of {label}", start, np.where(segments >= 0, begin + seconds, start)
+                )
+        self.pending, self.names = {}, []
+
+    def _note(self, name: str, start: np.ndarray, end: np.ndarray) -> None:
+        self.free = np.maximum(self.free, end)
+        self.spans.append((name, start, end))
+
+    def finish(self) -> None:
+        """The optimizer waits for all sums."""
+        simulator = self.simulator
+        self._flush()
+        clock = simulator.clock
+        for name, start, end in self.spans:
+            blocked = np.maximum(end - np.maximum(clock, start), 0.0)
+            simulator._span(name, "gradients", "gradients", start, end, blocked)
+            clock = np.maximum(clock, end)
+        simulator.clock = clock

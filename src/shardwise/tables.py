@@ -1,0 +1,135 @@
+"""Tables for people: plans, alternatives and simulations."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from shardwise.plan import Plan
+from shardwise.planner import size
+from shardwise.planning import Alternative, Findings
+from shardwise.trace import Trace
+
+ALTERNATIVES = 12  # shown of one layer
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in ms with three digits, 0 for nothing.
+
+    >>> milliseconds(0.0168), milliseconds(1.0754), milliseconds(0.0)
+    ('16.8', '1075', '0')
+    """
+    value = 1e3 * seconds
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def plan_table(plan: Plan) -> Table:
+    """Every layer with its split and its predicted costs."""
+    findings: Findings = plan.findings
+    rows = findings.prediction.rows
+    table = Table(title=f"plan for {plan.world} workers", title_justify="left")
+    for name in ("layer", "operator", "split"):
+        table.add_column(name)
+    for name in ("workers", "compute ms", "transfer ms", "update ms", "moved", "memory"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        note = " (no strategy)" if row.layer in plan.whole else ""
+        table.add_row(
+            escape(row.layer),
+            row.op,
+            f"{row.config}{note}" if row.op != "gather" else "all ranks",
+            str(row.config.num_workers if row.op != "gather" else plan.world),
+            *(milliseconds(t) for t in (row.compute, row.transfer, row.update)),
+            size(row.moved) if row.moved else "",
+            size(row.memory) if row.memory else "",
+        )
+    return table
+
+
+def rivals_table(plan: Plan) -> Table:
+    """The plan's totals next to what uniform plans would cost."""
+    findings: Findings = plan.findings
+    mine = findings.prediction
+    table = Table(title="compared with", title_justify="left")
+    table.add_column("plan")
+    table.add_column("degrees")
+    names = ("compute ms", "transfer ms", "update ms", "cost ms", "step ms", "moved", "memory")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("slower", justify="right")
+    rows = [("this plan", "", mine, findings.trace.seconds)]
+    rows += [
+        (name, _degrees(rival.plan), rival.prediction, rival.step)
+        for name, rival in findings.rivals.items()
+    ]
+    for name, degrees, prediction, step in rows:
+        slower = step / findings.trace.seconds if step else prediction.seconds / mine.seconds
+        table.add_row(
+            name,
+            degrees,
+            *map(
+                milliseconds,
+                (prediction.compute, prediction.transfer, prediction.update, prediction.seconds),
+            ),
+            milliseconds(step) if step else "",
+            size(prediction.moved),
+            size(prediction.memory),
+            f"{slower:.2f}x",
+        )
+    return table
+
+
+def _degrees(plan: Plan) -> str:
+    """The split of most layers."""
+    splits = [str(config) for config in plan.layers.values()]
+    return max(set(splits), key=splits.count)
+
+
+def explain_table(plan: Plan, layer: str) -> Table:
+    """The alternatives for a layer: the best ones, the chosen one and the pure splits."""
+    findings: Findings = plan.findings
+    found = findings.explain(layer)
+    chosen = plan.layers[layer]
+    shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or _is_pure(a, chosen == a.config)]
+    table = Table(title=escape(f"alternatives for {layer}"), title_justify="left")
+    table.add_column("split")
+    names = ("workers", "transfer ms", "compute ms", "update ms", "total ms", "onward ms")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for a in shown:
+        table.add_row(
+            str(a.config),
+            str(a.config.num_workers),
+            *map(milliseconds, (a.transfer, a.compute, a.update, a.total - a.onward, a.onward)),
+            "chosen" if a.config == chosen else "",
+        )
+    return table
+
+
+def _is_pure(alternative: Alternative, chosen: bool) -> bool:
+    """One axis only, close together; or the chosen one."""
+    config = alternative.config
+    split = [degree for degree in config.degrees if degree > 1]
+    first = config.ranks == tuple(range(config.num_workers))
+    return chosen or (len(split) <= 1 and first and config.gradient == "sum")
+
+
+def trace_lines(trace: Trace) -> list[str]:
+    """A simulated or measured step in a few lines."""
+    busy, waiting = trace.busy, trace.waiting
+    lines = [
+        f"step {milliseconds(trace.seconds)} ms on {trace.world} workers",
+        f"computing {_range(busy)} ms a rank, waiting {_range(waiting)} ms",
+        f"communication {_range(trace.communication)} ms a rank, exposed "
+        f"{_range(trace.exposed)} ms, overlap {100 * trace.overlap:.1f} %",
+    ]
+    return lines
+
+
+def _range(seconds: np.ndarray) -> str:
+    low, high = milliseconds(float(seconds.min())), milliseconds(float(seconds.max()))
+    return low if low == high else f"{low} to {high}"

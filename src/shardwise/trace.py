@@ -1,0 +1,110 @@
+"""What happened when, on every rank: the same for a simulated step and for a measured one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LANES = ("compute", "transfers", "gradients")
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """One activity on every rank; where it did not happen it ends as it begins."""
+
+    name: str
+    kind: str  # forward, backward, update, transfer, statistics, gradients
+    lane: str
+    starts: np.ndarray  # seconds [world]
+    ends: np.ndarray
+    blocked: np.ndarray | None = None  # seconds that the rank waited for it, of a communication
+
+    @property
+    def seconds(self) -> np.ndarray:
+        return self.ends - self.starts
+
+
+@dataclass(eq=False)
+class Trace:
+    """The spans of one training step."""
+
+    world: int
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From the first activity to the last, on any rank."""
+        return max((float(span.ends.max()) for span in self.spans), default=0.0)
+
+    def per_rank(self, lane: str) -> np.ndarray:
+        """Seconds of activity in a lane; [world]."""
+        spans = [span.seconds for span in self.spans if span.lane == lane]
+        return np.sum(spans, axis=0) if spans else np.zeros(self.world)
+
+    @property
+    def busy(self) -> np.ndarray:
+        """Seconds that each rank computes."""
+        return self.per_rank("compute")
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """Seconds that each rank does not compute."""
+        return self.seconds - self.busy
+
+    @property
+    def communication(self) -> np.ndarray:
+        """Seconds of communication per rank, hidden or not."""
+        return self.per_rank("transfers") + self.per_rank("gradients")
+
+    @property
+    def exposed(self) -> np.ndarray:
+        """Seconds that each rank was blocked on communication."""
+        blocked = [span.blocked for span in self.spans if span.blocked is not None]
+        return np.sum(blocked, axis=0) if blocked else np.zeros(self.world)
+
+    @property
+    def overlap(self) -> float:
+        """The part of communication that was hidden (P3, equation 11), from 0 to 1."""
+        total = float(self.communication.sum())
+        return float((total - self.exposed.sum()) / total) if total > 0 else 1.0
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def to_perfetto(self, ranks: int = 64) -> dict[str, Any]:
+        """The trace in the form that Chrome's and Perfetto's viewers read, for the first ranks."""
+        shown = range(min(ranks, self.world))
+        return {
+            "displayTimeUnit": "ms",
+            "traceEvents": [*self._names(shown), *self._events(shown)],
+        }
+
+    def _names(self, ranks: range) -> Iterator[dict[str, Any]]:
+        for rank in ranks:
+            head = {"ph": "M", "pid": rank}
+            yield {**head, "name": "process_name", "args": {"name": f"rank {rank}"}}
+            for lane, name in enumerate(LANES):
+                yield {**head, "name": "thread_name", "tid": lane, "args": {"name": name}}
+
+    def _events(self, ranks: range) -> Iterator[dict[str, Any]]:
+        for span in self.spans:
+            for rank in ranks:
+                start, end = float(span.starts[rank]), float(span.ends[rank])
+                if end > start:
+                    yield {
+                        "name": span.name,
+                        "cat": span.kind,
+                        "ph": "X",
+                        "pid": rank,
+                        "tid": LANES.index(span.lane),
+                        "ts": start * 1e6,
+                        "dur": (end - start) * 1e6,
+                    }
+
+    def save(self, path: str | Path, ranks: int = 64) -> None:
+        """Writes the Perfetto form to a file."""
+        Path(path).write_text(json.dumps(self.to_perfetto(ranks)))
