@@ -126,6 +126,12 @@ def verify(
         raise typer.Exit(1)
 
 
+def _console() -> Console:
+    """As wide as the terminal; wide enough for tables where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
 def _model_options(option: list[str] | None, num_classes: int | None) -> dict[str, Any]:
     given = {} if num_classes is None else {"num_classes": num_classes}
     return parse_options(option or []) | given
@@ -240,7 +246,7 @@ def plan(
         found = answer(request)
     if save is not None:
         found.save(save)
-    console = Console(highlight=False)
+    console = _console()
     if json:
         print(dumps(as_data(found)))
         return

@@ -269,7 +269,8 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
     graph, world = costs.graph, costs.world
     found = {}
     for name, plans in {
-        "sample (DDP)": _uniform(costs, [("n",)]),
+        "sample (DDP)": [Plan.uniform(graph, world, n=min(world, graph.batch))],
+        "sample, best degree": _uniform(costs, [("n",)]),
         "OWT": (Plan.owt(graph, k) for k in _counts(world)),
         "spatial": _uniform(costs, [("h",), ("w",), ("h", "w"), ("d", "h", "w")]),
         "uniform x (c)": _uniform(costs, [("c",)]),
@@ -284,6 +285,8 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
                 best = plan, prediction
         if best is not None:
             found[name] = best
+    if found["sample, best degree"][0] == found["sample (DDP)"][0]:
+        del found["sample, best degree"]
     return found
 
 

@@ -15,7 +15,7 @@ ALTERNATIVES = 12  # shown of one layer
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in ms with three digits, 0 for nothing.
+    """A time in ms with four digits, 0 for nothing.
 
     >>> milliseconds(0.0168), milliseconds(1.0754), milliseconds(0.0)
     ('16.8', '1075', '0')
@@ -23,7 +23,7 @@ def milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     if value == 0:
         return "0"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def plan_table(plan: Plan) -> Table:
