@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
 from shardwise.models import parse_options, parse_shape, parse_split
 from shardwise.planning import as_data
+from shardwise.probing import probe as probe_machine
 from shardwise.questions import Question, answer, simulated, trace_data
 from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
 from shardwise.train import Settings, train_digits
@@ -296,3 +297,39 @@ def simulate(
         return
     for line in trace_lines(step):
         print(line)
+
+
+@app.command()
+def probe(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Models whose layers are timed: as planning them will ask."),
+    ] = None,
+    workers: Workers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.yaml"),
+    again: Annotated[bool, typer.Option("--again", help="Time known layers anew.")] = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Measure this machine, or the workers of a launcher, into a cluster file.
+
+    Measures the links (latency and bandwidth of messages and of sums), the device, and the forward
+    and backward time of every share of a layer that planning the given models needs. Times of
+    layers are kept in ~/.cache/shardwise (or $SHARDWISE_CACHE) for the next time.
+    """
+    questions = [
+        Question(
+            spec=model,
+            batch=batch,
+            shapes=tuple(map(parse_shape, shape or [])),
+            options=_model_options(option, num_classes),
+        )
+        for model in models or []
+    ]
+    found = probe_machine(questions, workers, again)
+    if found is not None:
+        found.save(out)
+        print(found.to_yaml().rstrip())
+        print(f"written to {out}; use it with --cluster {out}")

@@ -78,6 +78,7 @@ class Device(BaseModel):
     memory_bandwidth: Rate  # bytes/s
     memory: Size  # bytes a worker may use
     launch: Seconds = 0.0  # seconds to start one operator
+    name: str = ""  # what the measured times of its layers are kept under, where there are any
 
 
 class Link(BaseModel):

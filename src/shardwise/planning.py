@@ -19,6 +19,7 @@ from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.planner import Planner, Prediction, baselines, predict
 from shardwise.simulate import Engine, simulate
+from shardwise.timing import timer_for
 from shardwise.trace import Trace
 from shardwise.units import parse_size
 
@@ -122,7 +123,7 @@ def plan(
     cap = machines.device.memory
     if memory is not None:
         cap = parse_size(memory) if isinstance(memory, str) else memory
-    costs = Costs(graph, machines, timer, training)
+    costs = Costs(graph, machines, timer or timer_for(machines, graph), training)
     return examine(costs, engine, cap=cap)
 
 

@@ -17,6 +17,7 @@ from shardwise.plan import Plan
 from shardwise.planner import Planner
 from shardwise.planning import examine
 from shardwise.simulate import Engine, simulate
+from shardwise.timing import timer_for
 from shardwise.trace import Trace
 from shardwise.units import parse_size
 
@@ -66,7 +67,8 @@ class Question:
             raise ShardwiseError(f"output {self.output!r} must be {' or '.join(OUTPUTS)}")
         machines = self.machines()
         training = Training(output=self.output)
-        return Costs(self.graph(machines.world), machines, training=training)
+        graph = self.graph(machines.world)
+        return Costs(graph, machines, timer_for(machines, graph), training)
 
 
 def answer(question: Question) -> Plan:

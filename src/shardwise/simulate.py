@@ -58,7 +58,8 @@ def simulate(
     timer = timer or Roofline(cluster.device, training.itemsize)
     trainable = frozenset(name for layer in graph.layers for name in layer.params)
     program = compile_program(graph, plan, 0, trainable)
-    simulator = _Simulator(program, plan, Network(cluster), timer, training, engine or Engine())
+    network = Network(cluster)
+    simulator = _Simulator(program, plan, trainable, network, timer, training, engine or Engine())
     return simulator.run()
 
 
@@ -67,6 +68,7 @@ class _Simulator:
         self,
         program: Program,
         plan: Plan,
+        trainable: frozenset[str],
         network: Network,
         timer: Timer,
         training: Training,
@@ -74,12 +76,13 @@ class _Simulator:
     ) -> None:
         self.program, self.network, self.timer = program, network, timer
         self.training, self.engine = training, engine
-        self.world = plan.world
+        self.world, self.trainable = plan.world, trainable
         self.trace = Trace(plan.world)
         self.clock = np.zeros(plan.world)  # when each rank is free to compute
         self.lanes = _Lanes(network)
         self.ready: dict[str, np.ndarray] = {}  # when each value is there
-        self.arriving: dict[str, _Arriving] = {}  # values and gradients still on their way
+        self.arriving: dict[str, _Arriving] = {}  # values still on their way
+        self.coming: dict[str, list[_Arriving]] = {}  # parts of gradients still on their way
         self.times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.gradients = _Gradients(self)
 
@@ -100,7 +103,7 @@ class _Simulator:
             self.ready[step.target] = self.ready[step.source]
         elif isinstance(step, Move):
             self._wait(step.source)
-            self._start(step.target, step.transfer, self.ready[step.source])
+            self._start(step.target, step.transfer)
         else:
             for name in step.inputs:
                 self._wait(name)
@@ -115,7 +118,7 @@ class _Simulator:
             self._wait(name)
             if self.training.output == "full":
                 transfer = to_all(self.program.layouts[name])
-                self._start(f"{name} to all", transfer, self.ready[name])
+                self._start(f"{name} to all", transfer)
         for name in self.program.outputs:
             if self.training.output == "full":
                 self._wait(f"{name} to all")
@@ -158,10 +161,30 @@ class _Simulator:
 
     # -- transfers -----------------------------------------------------------------------------
 
-    def _start(self, target: str, transfer: Transfer, start: np.ndarray) -> None:
-        arrival = self.lanes.carry(transfer.messages * float(self.training.itemsize), start)
-        self.arriving[target] = _Arriving(target, start, arrival)
+    def _start(self, target: str, transfer: Transfer) -> None:
+        """What a rank sends is packed, and what it keeps is copied; then messages leave."""
+        matrix = transfer.messages * float(self.training.itemsize)
+        self._copy(f"{target} packed", matrix.sum(axis=1) + self._kept(transfer))
+        start = self.clock.copy()
+        arrival = self.lanes.carry(matrix, start)
+        self.arriving[target] = _Arriving(target, start, arrival, matrix.sum(axis=0))
         self.ready[target] = arrival
+
+    def _kept(self, transfer: Transfer) -> np.ndarray:
+        """Bytes of a rank's own part that are copied to their new place; a view costs nothing."""
+        source, target = transfer.source.bounds, transfer.target.bounds
+        starts = np.maximum(source[..., 0], target[..., 0])
+        common = np.maximum(np.minimum(source[..., 1], target[..., 1]) - starts, 0).prod(axis=1)
+        messages = transfer.messages
+        moves = messages.any(axis=0) | messages.any(axis=1)
+        return common * moves * float(self.training.itemsize)
+
+    def _copy(self, name: str, nbytes: np.ndarray) -> None:
+        """Memory is read and written once, on the way to or from a message."""
+        if nbytes.any():
+            start = self.clock
+            self.clock = start + 2.0 * nbytes / self.network.cluster.device.memory_bandwidth
+            self._span(name, "copy", "compute", start, self.clock)
 
     def _wait(self, name: str) -> None:
         """Ranks that need a value wait until it is there."""
@@ -170,6 +193,7 @@ class _Simulator:
         if name in self.arriving:
             moving = self.arriving.pop(name)
             self._span(name, "transfer", "transfers", moving.start, moving.arrival, blocked)
+            self._copy(f"{name} unpacked", moving.received)
 
     def _span(
         self,
@@ -190,9 +214,11 @@ class _Simulator:
             if isinstance(step, Move):
                 self._take(step.target)
                 back = step.transfer.messages.T * float(self.training.itemsize)
-                start = self.ready[step.target]
-                arrival = self.lanes.carry(back, start)
-                self._add(step.source, start, arrival)
+                self._copy(
+                    f"{step.source} gradient packed", back.sum(axis=1) + self._kept(step.transfer)
+                )
+                start = self.clock.copy()
+                self._add(step.source, start, self.lanes.carry(back, start), back.sum(axis=0))
             elif isinstance(step, Run):
                 for name in step.outputs:
                     self._take(name)
@@ -200,27 +226,37 @@ class _Simulator:
                     self._op(op, forward=False)
                     self.gradients.ready(op)
                 for name in step.inputs:
-                    self._add(name, self.clock, self.clock)
+                    self.ready[name] = np.maximum(self.ready.get(name, self.clock), self.clock)
         self.gradients.finish()
+        self._optimizer()
 
-    def _add(self, name: str, start: np.ndarray, arrival: np.ndarray) -> None:
-        """A part of a value's gradient comes from one of its readers."""
-        known = self.ready.get(name)
-        self.ready[name] = arrival.copy() if known is None else np.maximum(known, arrival)
-        if arrival is not start:
-            self.arriving[f"{name}'"] = _Arriving(name, start, arrival)
+    def _optimizer(self) -> None:
+        """Weights, gradients and the optimizer's state are read, and all but gradients written."""
+        held = np.zeros(self.world)
+        for name in self.trainable:
+            held += self.program.params[name].numels
+        accesses = 3.0 + 5.0 * min(self.training.states, 1) + 8.0 * max(self.training.states - 1, 0)
+        seconds = held * self.training.itemsize * accesses
+        start = self.clock
+        self.clock = start + seconds / self.network.cluster.device.memory_bandwidth
+        self._span("optimizer", "update", "compute", start, self.clock)
+
+    def _add(self, name: str, start: np.ndarray, arrival: np.ndarray, received: np.ndarray) -> None:
+        """A part of a value's gradient comes from a reader on other ranks."""
+        self.ready[name] = np.maximum(self.ready.get(name, arrival), arrival)
+        self.coming.setdefault(name, []).append(_Arriving(name, start, arrival, received))
 
     def _take(self, name: str) -> None:
         """Waits for the gradient of a value, if anything of it comes."""
         if name not in self.ready:
             self.ready[name] = self.clock.copy()
-        blocked = np.maximum(self.ready[name] - self.clock, 0.0)
-        self.clock = self.clock + blocked
-        moving = self.arriving.pop(f"{name}'", None)
-        if moving is not None:
-            self._span(
-                f"{name} gradient", "transfer", "transfers", moving.start, moving.arrival, blocked
-            )
+        for moving in self.coming.pop(name, []):
+            blocked = np.maximum(moving.arrival - self.clock, 0.0)
+            self.clock = self.clock + blocked
+            label = f"{name} gradient"
+            self._span(label, "transfer", "transfers", moving.start, moving.arrival, blocked)
+            self._copy(f"{label} unpacked", moving.received)
+        self.clock = np.maximum(self.clock, self.ready[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +264,7 @@ class _Arriving:
     name: str
     start: np.ndarray
     arrival: np.ndarray
+    received: np.ndarray  # bytes
 
 
 class _Lanes:
@@ -331,6 +368,8 @@ class _Gradients:
             start = np.maximum(self.simulator.clock, self.free)
             seconds = self.simulator.network.sum_seconds(segments, nbytes)
             if seconds > 0:
+                self.simulator._copy(f"{label} packed", nbytes * (segments >= 0))
+                start = np.maximum(self.simulator.clock, self.free)
                 begin = self.simulator.after_all(segments, start)
                 self._note(
                     f"sum of {label}", start, np.where(segments >= 0, begin + seconds, start)

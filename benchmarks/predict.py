@@ -1,0 +1,156 @@
+"""Predicted against measured step times of ten plans of VGG-A and ResNet-34, on local workers.
+
+    python benchmarks/predict.py [--workers 2] [--batch 32] [--rounds 9]
+
+Probes this machine first (layers as each plan needs them, links), then runs every plan, one step of
+each in turn, round after round, and prints the simulated step, the median of the measured ones with
+its quartiles, and the error. The aim is 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from shardwise import Plan, capture, parallelize, run_local, zoo
+from shardwise.cluster import Cluster
+from shardwise.comm import Communicator
+from shardwise.cost import Costs, Roofline, Training
+from shardwise.graph import LayerGraph
+from shardwise.planner import Planner
+from shardwise.probe import Speeds, device_name, measure_speeds, measure_works, to_cluster
+from shardwise.simulate import simulate
+from shardwise.strategies import Split
+from shardwise.timing import Measured, Work, all_works, first_layers
+from shardwise.zoo.vgg import VGG, VGG11
+
+NETWORKS = ("vgg_a", "resnet34")
+SIZE = 64  # of images
+AIM = 0.10
+
+
+def build(name: str) -> torch.nn.Module:
+    """The networks for small images; VGG-A's fully connected layers shrink with them."""
+    torch.manual_seed(0)
+    if name == "vgg_a":
+        return VGG(VGG11, num_classes=10, hidden=2048, pooled=2)
+    return zoo.build(name, num_classes=10)
+
+
+def inputs(batch: int) -> torch.Tensor:
+    return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def uniform_plans(graph: LayerGraph, world: int) -> dict[str, Plan]:
+    """Plans of all kinds."""
+    splits = [{"n": world}, {"h": world}, {"w": world}, {"f": world}, {"c": world}]
+    plans = {
+        ",".join(f"{a}={k}" for a, k in split.items()): Plan.uniform(graph, world, **split)
+        for split in splits
+    }
+    plans["one worker"] = Plan.uniform(graph, world, n=1)
+    plans["owt"] = Plan.owt(graph, world)
+    return plans | {f"random {seed}": Plan.random(graph, world, seed) for seed in (1, 2)}
+
+
+def probe(wanted: list[Work]) -> tuple[Speeds, dict[str, tuple[float, float]]]:
+    """On every worker at once, as in training."""
+    comm = Communicator()
+    speeds = measure_speeds(comm)
+    comm.gather_objects(None)
+    return speeds, measure_works(wanted)
+
+
+def steps(name: str, batch: int, plans: list[Plan], rounds: int) -> list[list[float]]:
+    """Seconds of each round's step under each plan, on this rank."""
+    comm, x = Communicator(), inputs(batch)
+    y = torch.randint(0, 10, (batch,), generator=torch.Generator().manual_seed(1))
+    models = []
+    for plan in plans:
+        model = parallelize(build(name), plan)
+        models.append((model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)))
+    times: list[list[float]] = [[] for _ in plans]
+    for _ in range(rounds + 2):
+        for place, (model, optimizer) in enumerate(models):
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            comm.gather_objects(None)
+            times[place].append(time.perf_counter() - start)
+    return [found[2:] for found in times]
+
+
+def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, object]]:
+    graph = capture(build(name), inputs(batch))
+    first, training = first_layers(graph), Training(states=1)
+    plans = uniform_plans(graph, workers)
+    local = Cluster.load("local").with_workers(workers)
+    plans["planned"] = Planner(Costs(graph, local, training=training)).best()
+    splits = [
+        Split(layer, plan.config(layer, graph), workers)
+        for plan in plans.values()
+        for layer in graph.layers
+    ]
+    wanted = list({work.key: work for work in all_works(splits, first)}.values())
+    results = run_local(probe, workers, wanted)
+    cluster = to_cluster([r[0] for r in results], "probed", device_name(1), 4 << 30)
+    table = {
+        work.key: tuple(statistics.median(r[1][work.key][way] for r in results) for way in (0, 1))
+        for work in wanted
+    }
+    timer = Measured(table, Roofline(cluster.device), first)  # type: ignore[arg-type]
+    measured = run_local(steps, workers, name, batch, list(plans.values()), rounds)
+    link = cluster.links[0]
+    print(
+        f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed; messages "
+        f"{1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.2f} GB/s; sums "
+        f"{1e6 * (link.sum_latency or 0):.0f} us, {(link.sum_bandwidth or 0) / 1e9:.2f} GB/s; "
+        f"memory {cluster.device.memory_bandwidth / 1e9:.1f} GB/s"
+    )
+    rows = []
+    for place, (label, plan) in enumerate(plans.items()):
+        found = [max(rank[place][i] for rank in measured) for i in range(rounds)]
+        predicted = simulate(plan, graph, cluster, timer, training).seconds
+        low, median, high = statistics.quantiles(found, n=4)
+        error = predicted / median - 1
+        rows.append(
+            {"network": name, "plan": label, "predicted": predicted, "measured": median}
+            | {"quartiles": [low, high], "error": error}
+        )
+        print(
+            f"  {label:<12} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * median:7.1f} ms "
+            f"({1e3 * low:.1f} to {1e3 * high:.1f})   error {100 * error:+.1f} %"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.networks:
+        rows += compare(name, arguments.workers, arguments.batch, arguments.rounds)
+    errors = sorted(abs(float(row["error"])) for row in rows)  # type: ignore[arg-type]
+    within = sum(error <= AIM for error in errors)
+    print(
+        f"{within} of {len(rows)} plans within {100 * AIM:.0f} %; median error "
+        f"{100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.1f} %"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Measuring a machine: the times of layers, the speed of devices and of links."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from shardwise.cluster import Cluster, Device, Link
+from shardwise.comm import Communicator
+from shardwise.strategies import Local, Split, strategy_of
+from shardwise.timing import Work
+
+SMALL, LARGE = 1 << 10, 1 << 21  # numbers of a message whose latency, whose bandwidth counts
+REPEATS, ENOUGH = 5, 0.3  # runs of a layer, and the seconds after which fewer are enough
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a device and its links were measured to do."""
+
+    flops: float
+    memory_bandwidth: float
+    launch: float
+    latency: float
+    bandwidth: float
+    sum_latency: float
+    sum_bandwidth: float
+
+
+def device_name(threads: int) -> str:
+    """What times are kept under: the device and the threads that computed."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} torch {torch.__version__}"
+    return f"{_processor()} {threads} threads torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def measure_works(
+    wanted: list[Work], report: Callable[[int], None] | None = None
+) -> dict[str, tuple[float, float]]:
+    """Forward and backward seconds of each share, the median over runs, on this rank."""
+    found = {}
+    scratch = torch.empty(1 << 22)  # 16 MiB: what a layer finds in the cache is not its own
+    for count, work in enumerate(wanted):
+        found[work.key] = _measure(work, scratch)
+        if report is not None:
+            report(count + 1)
+    return found
+
+
+def _measure(work: Work, scratch: torch.Tensor) -> tuple[float, float]:
+    local, tensors, fresh = _share(work)
+    strategy = strategy_of(work.layer)
+    forward, backward, begin = [], [], time.perf_counter()
+    for run in range(REPEATS + 1):
+        operands = fresh(tensors)
+        scratch.fill_(run)
+        start = time.perf_counter()
+        with torch.enable_grad():
+            y = strategy.run(local, operands)
+        forward.append(time.perf_counter() - start)
+        wanted = [t for t in tensors if t.requires_grad]
+        if wanted and y.requires_grad:
+            gradient = torch.full_like(y, 0.5)
+            scratch.fill_(run)
+            start = time.perf_counter()
+            torch.autograd.grad(y, wanted, gradient, allow_unused=True)
+            backward.append(time.perf_counter() - start)
+        if run >= 2 and time.perf_counter() - begin > ENOUGH:
+            break
+    return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
+
+
+def _share(
+    work: Work,
+) -> tuple[Local, list[torch.Tensor], Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
+    """A rank's share of a layer with random operands; sums and gathers stay on this rank."""
+    layer, strategy = work.layer, strategy_of(work.layer)
+    split = Split(layer, work.config, work.world)
+    needs = [need.layout[work.rank] for need in strategy.needs(split)]
+    sums = strategy.sums(split)
+    box = sums[work.rank] if sums is not None else None
+    result = (strategy.partial(split) or strategy.output(split))[work.rank]
+    in_place = bool(layer.attrs.get("in_place")) and work.input_gradient
+    local = Local(
+        layer,
+        work.config,
+        result,
+        tuple(needs),
+        box,
+        sum=lambda x: x,
+        gather=tuple(_gathered(target.shape) for _, target in strategy.gathers(split)),
+        module=SimpleNamespace(training=True, momentum=0.1),
+        in_place=in_place,
+    )
+    tensors = []
+    for operand, need in zip(layer.operands, needs, strict=True):
+        tensor = torch.rand(need.shape) * 0.1
+        trains = operand.kind == "param" or (operand.kind == "value" and work.input_gradient)
+        tensors.append(tensor.requires_grad_(trains))
+
+    def fresh(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What is overwritten must not be a leaf."""
+        return [leaves[0] * 1.0, *leaves[1:]] if in_place else leaves
+
+    return local, tensors, fresh
+
+
+def _gathered(shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    whole = torch.rand(shape) * 0.1
+    return lambda part: whole
+
+
+# -- devices and links -----------------------------------------------------------------------------
+
+
+def measure_speeds(comm: Communicator) -> Speeds:
+    """The device's and the links' figures, measured on all ranks at once."""
+    world = comm.size
+    small, large = (_exchange_seconds(comm, n) for n in (SMALL, LARGE))
+    moved = 4.0 * LARGE * world  # all messages of one round
+    sum_small, sum_large = (_sum_seconds(comm, n) for n in (SMALL, LARGE))
+    share = 2.0 * (world - 1) / world if world > 1 else 1.0
+    return Speeds(
+        flops=_flops(),
+        memory_bandwidth=_memory_bandwidth(),
+        launch=_launch(),
+        latency=small,
+        bandwidth=moved / max(large - small, 1e-9) if world > 1 else 1e12,
+        sum_latency=sum_small,
+        sum_bandwidth=share * 4.0 * LARGE / max(sum_large - sum_small, 1e-9) if world > 1 else 1e12,
+    )
+
+
+def _median(function: Callable[[], object], runs: int = 9) -> float:
+    times = []
+    for _ in range(runs + 2):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _exchange_seconds(comm: Communicator, numel: int) -> float:
+    """Every rank sends to the next and receives from the one before, all at once."""
+    if comm.size == 1:
+        return 0.0
+    sent, received = torch.zeros(numel), torch.zeros(numel)
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return _median(lambda: comm.exchange([(ahead, sent)], [(behind, received)]).wait())
+
+
+def _sum_seconds(comm: Communicator, numel: int) -> float:
+    x, ranks = torch.zeros(numel), tuple(range(comm.size))
+    return _median(lambda: comm.all_reduce(ranks, x).wait()) if comm.size > 1 else 0.0
+
+
+def _flops() -> float:
+    x, w = torch.rand(8, 64, 32, 32), torch.rand(64, 64, 3, 3)
+    seconds = _median(lambda: torch.conv2d(x, w, padding=1))
+    return 2.0 * 8 * 64 * 64 * 9 * 32 * 32 / seconds
+
+
+def _memory_bandwidth() -> float:
+    x, y = torch.rand(1 << 23), torch.rand(1 << 23)
+    return 2.0 * 4 * x.numel() / _median(lambda: y.copy_(x))
+
+
+def _launch() -> float:
+    x = torch.rand(8)
+    return _median(lambda: [torch.relu(x) for _ in range(100)]) / 100
+
+
+def to_cluster(ranks: list[Speeds], name: str, device: str, memory: int) -> Cluster:
+    """One cluster description from what all ranks measured: the median rank."""
+
+    def median(field: str) -> float:
+        return float(np.median([getattr(speeds, field) for speeds in ranks]))
+
+    link = Link(
+        name="measured",
+        latency=median("latency"),
+        bandwidth=median("bandwidth"),
+        shared=True,
+        sum_latency=median("sum_latency") if len(ranks) > 1 else None,
+        sum_bandwidth=median("sum_bandwidth") if len(ranks) > 1 else None,
+    )
+    return Cluster(
+        name=name,
+        device=Device(
+            name=device,
+            flops=median("flops"),
+            memory_bandwidth=median("memory_bandwidth"),
+            memory=memory,
+            launch=median("launch"),
+        ),
+        links=(link,),
+        workers=len(ranks),
+    )
