@@ -22,8 +22,21 @@ DESCRIBE = {
     "units",
     "cluster",
 }
-DECIDE = {"plan", "program", "network", "traffic", "search"}
-EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel"}
+DECIDE = {
+    "plan",
+    "program",
+    "network",
+    "traffic",
+    "candidates",
+    "cost",
+    "search",
+    "planner",
+    "planning",
+    "simulate",
+    "trace",
+    "timing",
+}
+EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

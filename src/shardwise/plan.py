@@ -181,6 +181,8 @@ class Plan:
         return cls.from_json(text, where=f"plan file {str(path)!r}")
 
     def __str__(self) -> str:
+        if self.findings is not None:
+            return self.findings.text()
         width = max(map(len, self.layers), default=0)
         rows = [f"plan for {self.world} workers, network {self.signature}"]
         for name, config in self.layers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -17,7 +18,7 @@ from shardwise.cost import Costs, Timer, Training, value_operands
 from shardwise.errors import PlanError
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
-from shardwise.planner import Planner, Prediction, baselines, predict
+from shardwise.planner import Planner, Prediction, baselines, predict, size
 from shardwise.simulate import Engine, simulate
 from shardwise.timing import timer_for
 from shardwise.trace import Trace
@@ -94,10 +95,36 @@ class Findings:
         ]
         return sorted(found, key=lambda alternative: alternative.total)
 
+    def text(self) -> str:
+        """The plan as plain columns: splits and predicted costs, totals, and the rivals'."""
+        head = ("layer", "split", "workers", "compute", "transfer", "update", "memory")
+        rows: list[tuple[str, ...]] = [head]
+        for row in self.prediction.rows:
+            times = (f"{1e3 * t:.3g} ms" for t in (row.compute, row.transfer, row.update))
+            workers = str(row.config.num_workers)
+            rows.append((row.layer, str(row.config), workers, *times, size(row.memory)))
+        rivals = [("this plan", self.prediction, self.trace.seconds)]
+        rivals += [(name, rival.prediction, rival.step) for name, rival in self.rivals.items()]
+        totals: list[tuple[str, ...]] = [("", "cost", "step", "moved", "memory")]
+        for name, prediction, step in rivals:
+            seconds = (f"{1e3 * t:.4g} ms" if t else "" for t in (prediction.seconds, step))
+            totals.append((name, *seconds, size(prediction.moved), size(prediction.memory)))
+        title = f"plan for {self.plan.world} workers of {self.costs.cluster.name}"
+        return "\n".join([title, "", *_columns(rows), "", *_columns(totals)])
+
     def _place(self, name: str) -> int:
         """Which of a layer's candidates the plan has chosen."""
         layer = self.costs.graph[name]
         return self.costs.place(layer, self.plan.config(layer, self.costs.graph))
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of words as columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def plan(
