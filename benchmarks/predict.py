@@ -2,9 +2,9 @@
 
     python benchmarks/predict.py [--workers 2] [--batch 32] [--rounds 9]
 
-Probes this machine first (layers as each plan needs them, links), then runs every plan, one step of
-each in turn, round after round, and prints the simulated step, the median of the measured ones with
-its quartiles, and the error. The aim is 10 %.
+In every round the machine is probed (layers as the plans need them, links), and one step of each
+plan is run. Prints the step that is simulated from the probe's medians, the median of the measured
+ones with its quartiles, and the error. The aim is 10 %.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,33 +59,40 @@ def uniform_plans(graph: LayerGraph, world: int) -> dict[str, Plan]:
     return plans | {f"random {seed}": Plan.random(graph, world, seed) for seed in (1, 2)}
 
 
-def probe(wanted: list[Work]) -> tuple[Speeds, dict[str, tuple[float, float]]]:
-    """On every worker at once, as in training."""
-    comm = Communicator()
-    speeds = measure_speeds(comm)
-    comm.gather_objects(None)
-    return speeds, measure_works(wanted)
+@dataclass
+class Round:
+    """What one rank measured in one round."""
+
+    speeds: Speeds
+    layers: dict[str, tuple[float, float]]
+    steps: list[float]  # one per plan
 
 
-def steps(name: str, batch: int, plans: list[Plan], rounds: int) -> list[list[float]]:
-    """Seconds of each round's step under each plan, on this rank."""
+def measure(
+    name: str, batch: int, plans: list[Plan], wanted: list[Work], rounds: int
+) -> list[Round]:
+    """Probes and steps in turn, round after round: the machine may be slower a minute later."""
     comm, x = Communicator(), inputs(batch)
     y = torch.randint(0, 10, (batch,), generator=torch.Generator().manual_seed(1))
     models = []
     for plan in plans:
         model = parallelize(build(name), plan)
         models.append((model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)))
-    times: list[list[float]] = [[] for _ in plans]
-    for _ in range(rounds + 2):
-        for place, (model, optimizer) in enumerate(models):
+    found = []
+    for _ in range(rounds + 1):
+        speeds = measure_speeds(comm)
+        comm.gather_objects(None)
+        layers, steps = measure_works(wanted, runs=1), []
+        for model, optimizer in models:
             comm.gather_objects(None)
             start = time.perf_counter()
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             comm.gather_objects(None)
-            times[place].append(time.perf_counter() - start)
-    return [found[2:] for found in times]
+            steps.append(time.perf_counter() - start)
+        found.append(Round(speeds, layers, steps))
+    return found[1:]
 
 
 def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, object]]:
@@ -99,14 +107,15 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
         for layer in graph.layers
     ]
     wanted = list({work.key: work for work in all_works(splits, first)}.values())
-    results = run_local(probe, workers, wanted)
-    cluster = to_cluster([r[0] for r in results], "probed", device_name(1), 4 << 30)
+    ranks = run_local(measure, workers, name, batch, list(plans.values()), wanted, rounds)
+    found = [r for rank in ranks for r in rank]
+    cluster = to_cluster([r.speeds for r in found], "probed", device_name(1), 4 << 30)
+    cluster = cluster.with_workers(workers)
     table = {
-        work.key: tuple(statistics.median(r[1][work.key][way] for r in results) for way in (0, 1))
+        work.key: tuple(statistics.median(r.layers[work.key][way] for r in found) for way in (0, 1))
         for work in wanted
     }
     timer = Measured(table, Roofline(cluster.device), first)  # type: ignore[arg-type]
-    measured = run_local(steps, workers, name, batch, list(plans.values()), rounds)
     link = cluster.links[0]
     print(
         f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed; messages "
@@ -116,9 +125,9 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
     )
     rows = []
     for place, (label, plan) in enumerate(plans.items()):
-        found = [max(rank[place][i] for rank in measured) for i in range(rounds)]
+        steps = [max(rank[i].steps[place] for rank in ranks) for i in range(rounds)]
         predicted = simulate(plan, graph, cluster, timer, training).seconds
-        low, median, high = statistics.quantiles(found, n=4)
+        low, median, high = statistics.quantiles(steps, n=4)
         error = predicted / median - 1
         rows.append(
             {"network": name, "plan": label, "predicted": predicted, "measured": median}

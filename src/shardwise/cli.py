@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise import __version__
+from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
 from shardwise.models import parse_options, parse_shape, parse_split
@@ -333,3 +334,28 @@ def probe(
         found.save(out)
         print(found.to_yaml().rstrip())
         print(f"written to {out}; use it with --cluster {out}")
+
+
+@app.command()
+def emulate(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- CMD", help="The command that every rank runs.")
+    ],
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")],
+    link: Annotated[str, typer.Option(help="Rate of every host's link, such as 1gbit.")],
+    per_switch: Annotated[int | None, typer.Option(help="Hosts on each switch.")] = None,
+    uplink: Annotated[
+        str | None, typer.Option(help="Rate of every switch's uplink. (default: as --link)")
+    ] = None,
+    per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that ranks get to end after one has failed.")
+    ] = 60.0,
+) -> None:
+    """Run a command on emulated hosts of this machine: network namespaces with shaped links.
+
+    Sets the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...) and prefixes every
+    line with its host. Needs root on Linux. Nothing is left behind, whatever happens.
+    """
+    wiring = Wiring.of(hosts, link, per_switch, uplink)
+    raise typer.Exit(run_on_hosts(wiring, command, per_host, grace))

@@ -54,23 +54,23 @@ def _processor() -> str:
 
 
 def measure_works(
-    wanted: list[Work], report: Callable[[int], None] | None = None
+    wanted: list[Work], report: Callable[[int], None] | None = None, runs: int = REPEATS
 ) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of each share, the median over runs, on this rank."""
     found = {}
     scratch = torch.empty(1 << 22)  # 16 MiB: what a layer finds in the cache is not its own
     for count, work in enumerate(wanted):
-        found[work.key] = _measure(work, scratch)
+        found[work.key] = _measure(work, scratch, runs)
         if report is not None:
             report(count + 1)
     return found
 
 
-def _measure(work: Work, scratch: torch.Tensor) -> tuple[float, float]:
+def _measure(work: Work, scratch: torch.Tensor, runs: int) -> tuple[float, float]:
     local, tensors, fresh = _share(work)
     strategy = strategy_of(work.layer)
     forward, backward, begin = [], [], time.perf_counter()
-    for run in range(REPEATS + 1):
+    for run in range(runs + 1):
         operands = fresh(tensors)
         scratch.fill_(run)
         start = time.perf_counter()
