@@ -35,8 +35,9 @@ DECIDE = {
     "simulate",
     "trace",
     "timing",
+    "engine",
 }
-EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe"}
+EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

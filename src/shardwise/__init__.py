@@ -4,13 +4,14 @@ from shardwise import zoo
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.config import Config
+from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
 from shardwise.parallel import ParallelModel, parallelize
 from shardwise.plan import Plan
 from shardwise.planning import plan
-from shardwise.simulate import Engine, simulate
+from shardwise.simulate import simulate
 from shardwise.trace import Trace
 
 __version__ = "0.1.0"

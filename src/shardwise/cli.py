@@ -216,7 +216,7 @@ def plan(
     batch: Batch = None,
     shape: Shapes = None,
     memory: Memory = None,
-    gradients: Gradients = "end",
+    gradients: Gradients = "buckets:8MiB",
     output: Annotated[
         str, typer.Option(help="full: every rank gets the whole output; local: its part.")
     ] = "full",
@@ -269,7 +269,7 @@ def simulate(
     shape: Shapes = None,
     plan: Annotated[str, typer.Option(help="auto (the best found), owt, or a plan file.")] = "auto",
     split: Split = None,
-    gradients: Gradients = "end",
+    gradients: Gradients = "buckets:8MiB",
     trace: Annotated[
         Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
     ] = None,

@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 from shardwise.box import Box
 from shardwise.capture import Captured
 from shardwise.comm import Communicator
+from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.exchange import memory_format_of, start
+from shardwise.gradients import GradientSums
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
-from shardwise.runtime import Runtime, Tensors, sum_segments
+from shardwise.runtime import Runtime, Tensors
 from shardwise.stored import (
     assign,
     block_of,
@@ -39,17 +41,18 @@ def parallelize(
     output: Literal["full", "local"] = "full",
     comm: Communicator | None = None,
     graphs: Graphs | None = None,
+    gradients: Engine | None = None,
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
     All ranks start from rank 0's parameters and buffers. With output="full" every rank returns the
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
-    capturing the model again where that was done before.
+    capturing the model again where that was done before; `gradients` says when they are summed.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
     graphs = graphs or ModelGraphs(model, plan.inputs)
-    return ParallelModel(model, plan, output, comm or Communicator(), graphs)
+    return ParallelModel(model, plan, output, comm or Communicator(), graphs, gradients or Engine())
 
 
 ANOTHER_BATCH = (
@@ -86,7 +89,13 @@ class ParallelModel(nn.Module):
     """A model that holds this rank's blocks of the parameters, under their original names."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, output: str, comm: Communicator, graphs: Graphs
+        self,
+        model: nn.Module,
+        plan: Plan,
+        output: str,
+        comm: Communicator,
+        graphs: Graphs,
+        engine: Engine,
     ) -> None:
         super().__init__()
         if plan.world != comm.size:
@@ -94,7 +103,7 @@ class ParallelModel(nn.Module):
                 f"the plan is for {plan.world} workers, but {comm.size} are running; start "
                 f"{plan.world}, or make a plan for {comm.size}"
             )
-        self._shardwise = _State(plan, output, comm, graphs)
+        self._shardwise = _State(plan, output, comm, graphs, engine)
         self._adopt(model)
         self._split_tensors()
         self.train(model.training)
@@ -169,6 +178,8 @@ class ParallelModel(nn.Module):
             sums = repr([float(x.detach().double().sum()) for x in inputs])
             state.agree(sums, ANOTHER_BATCH)
         state.comm.prepare(program.groups)
+        segments = {ranks for layout in program.params.values() for ranks in layout.segments}
+        state.lane.prepare(sorted(segments))
         state.ready[id(program)] = program
 
     def input_box(self, batch: int, index: int = 0) -> Box:
@@ -227,14 +238,12 @@ class ParallelModel(nn.Module):
             parts[name] = parts[name] + gradient if name in parts else gradient
         trainable = self._trainable()
         params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
-        inputs, blocks = runtime.backward(parts, params)
-        used = {n: params[n] for step in program.backward for n in getattr(step, "params", ())}
-        summed = {n: p for n, p in sorted(used.items()) if n not in program.gathered}
-        sum_segments(blocks, summed, program.params, state.comm)
-        for name in used:
-            if name in blocks:
-                param = params[name]
-                param.grad = blocks[name] if param.grad is None else param.grad + blocks[name]
+        # Gradients of an earlier backward pass lie where those of this one will be put.
+        before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+        sums = state.gradient_sums(program, params)
+        inputs = runtime.backward(parts, params, sums)
+        for name, gradient in sums.finish().items():
+            params[name].grad = gradient.add_(before[name]) if name in before else gradient
         return [self._input_gradient(program, name, inputs.get(name)) for name in program.inputs]
 
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
@@ -380,10 +389,14 @@ class ParallelModel(nn.Module):
 class _State:
     """What a parallel model knows beyond its modules: graphs, programs and layouts."""
 
-    def __init__(self, plan: Plan, output: str, comm: Communicator, graphs: Graphs) -> None:
+    def __init__(
+        self, plan: Plan, output: str, comm: Communicator, graphs: Graphs, engine: Engine
+    ) -> None:
         if output not in ("full", "local"):
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
+        self.engine, self.lane = engine, comm.in_lane("gradients")
+        self._sums: dict[int, GradientSums] = {}  # by program
         self.modules: dict[str, nn.Module] = {}
         self._programs: dict[Any, Program] = {}
         self.ready: dict[int, Program] = {}  # programs whose process groups are made
@@ -391,6 +404,15 @@ class _State:
         plan.check(graph)
         self.agree(plan.to_json(), "was started with another plan than rank 0")
         self.layouts = param_layouts(graph, plan)
+
+    def gradient_sums(self, program: Program, params: Tensors) -> GradientSums:
+        """The engine of this program; new buffers where parameters have changed their kind."""
+        known = self._sums.get(id(program))
+        if known is None or not known.fits(params):
+            known = self._sums[id(program)] = GradientSums.of(
+                program, params, self.engine, self.lane
+            )
+        return known
 
     def agree(self, value: str, otherwise: str) -> None:
         """Raises on every rank where some rank's value differs from rank 0's."""

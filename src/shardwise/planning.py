@@ -15,11 +15,12 @@ from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.config import Config
 from shardwise.cost import Costs, Timer, Training, value_operands
+from shardwise.engine import Engine
 from shardwise.errors import PlanError
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.planner import Planner, Prediction, baselines, predict, size
-from shardwise.simulate import Engine, simulate
+from shardwise.simulate import simulate
 from shardwise.timing import timer_for
 from shardwise.trace import Trace
 from shardwise.units import parse_size

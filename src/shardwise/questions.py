@@ -10,13 +10,14 @@ import torch
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.cost import Costs, Training
+from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
 from shardwise.graph import LayerGraph
 from shardwise.models import default_shape, load_model
 from shardwise.plan import Plan
 from shardwise.planner import Planner
 from shardwise.planning import examine
-from shardwise.simulate import Engine, simulate
+from shardwise.simulate import simulate
 from shardwise.timing import timer_for
 from shardwise.trace import Trace
 from shardwise.units import parse_size
@@ -35,7 +36,7 @@ class Question:
     batch: int | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     memory: str | None = None
-    gradients: str = "end"
+    gradients: str = "buckets:8MiB"
     output: str = "full"
     plan: str = "auto"
     split: dict[str, int] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.exchange import carry, start
-from shardwise.layout import Layout
+from shardwise.gradients import GradientSums
 from shardwise.program import Cut, Move, Op, Program, Run, Source
 from shardwise.strategies import Local
 from shardwise.transfer import Transfer
@@ -120,14 +120,14 @@ class Runtime:
 
     # -- backward ------------------------------------------------------------------------------
 
-    def backward(self, gradients: Tensors, params: Tensors) -> tuple[Tensors, Tensors]:
-        """From gradients of the outputs to those of the inputs and of the stored blocks."""
+    def backward(self, gradients: Tensors, params: Tensors, sums: GradientSums) -> Tensors:
+        """From gradients of the outputs to those of the inputs; those of weights go to `sums`."""
         flow = _Flow(gradients)
-        blocks: Tensors = {}
         whole: Tensors = {}  # gradients of inputs that every rank has whole
-        for step in self.program.backward:
+        for position, step in enumerate(self.program.backward):
             if isinstance(step, Run):
-                self._run_backward(step, flow, blocks, params)
+                self._run_backward(step, flow, sums, params)
+                sums.after(position)
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
                 back = start(step.transfer.transpose, gradient, self.comm)
@@ -136,9 +136,9 @@ class Runtime:
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
                 self._uncut(step, gradient, whole)
         inputs = {name: flow.take(name, None) for name in self.program.inputs}
-        return {name: g for name, g in (inputs | whole).items() if g is not None}, blocks
+        return {name: g for name, g in (inputs | whole).items() if g is not None}
 
-    def _run_backward(self, run: Run, flow: _Flow, blocks: Tensors, params: Tensors) -> None:
+    def _run_backward(self, run: Run, flow: _Flow, sums: GradientSums, params: Tensors) -> None:
         tape = self.tapes.pop(id(run), None)
         if tape is None:
             raise RuntimeError("backward through the same forward pass a second time")
@@ -159,7 +159,7 @@ class Runtime:
                 flow.add(name, gradient)
         for name, gradient in zip(stored, found[len(leaves) :], strict=True):
             if gradient is not None:
-                blocks[name] = blocks[name] + gradient if name in blocks else gradient
+                sums.add(name, gradient)
 
     def _zeros(self, name: str, flow: _Flow, gradients: Tensors) -> Callable[[], torch.Tensor]:
         like = next(iter(gradients.values()))
@@ -215,30 +215,3 @@ def cut(x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
     if not inside.empty:
         y[inside.slices_in(box)] = x[inside.slices_in(whole)]
     return y
-
-
-def sum_segments(
-    gradients: Tensors, params: Tensors, layouts: dict[str, Layout], comm: Communicator
-) -> None:
-    """Adds up the gradients of each block over the ranks that hold it, packed per segment (P5).
-
-    Nothing is averaged: every rank's loss is the loss of the global batch, of which each rank
-    computed its own part of the gradient.
-    """
-    segments: dict[tuple[Any, ...], list[str]] = {}
-    for name, param in params.items():
-        if name not in layouts or layouts[name].numels[comm.rank] == 0:
-            continue
-        if name not in gradients:  # a rank without samples
-            gradients[name] = torch.zeros_like(param)
-        ranks = layouts[name].segment(comm.rank)
-        if len(ranks) > 1:
-            segments.setdefault((ranks, param.dtype), []).append(name)
-    pending = []
-    for (ranks, _), names in segments.items():
-        packed = torch.cat([gradients[name].reshape(-1) for name in names])
-        pending.append((names, packed, comm.all_reduce(ranks, packed)))
-    for names, packed, work in pending:
-        work.wait()
-        for name, part in zip(names, packed.split([params[n].numel() for n in names]), strict=True):
-            gradients[name] = part.view_as(params[name])

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.cost import STATISTICS, Roofline, Timer, Training
+from shardwise.engine import Engine
 from shardwise.graph import LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Level, Network, segments_of
@@ -21,28 +22,6 @@ from shardwise.program import Cut, Move, Op, Program, Run, compile_program, to_a
 from shardwise.strategies import Split
 from shardwise.trace import Span, Trace
 from shardwise.transfer import Transfer
-
-
-@dataclass(frozen=True)
-class Engine:
-    """When gradients are summed.
-
-    "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
-    of the last k layers with weights together as soon as they are ready, the rest at the end (P3);
-    "buckets": whenever so many bytes are ready.
-    """
-
-    mode: str = "end"
-    last: int = 0
-    bucket: int = 25 << 20
-
-    def flushes(self, index: int, pending: float) -> bool:
-        """Whether to sum what is pending after the index-th layer with weights, last first."""
-        if self.mode == "layer":
-            return True
-        if self.mode == "chunks":
-            return index + 1 == self.last
-        return self.mode == "buckets" and pending >= self.bucket
 
 
 def simulate(

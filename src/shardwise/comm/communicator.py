@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
-_groups: dict[tuple[int, ...], Any] = {}  # process groups of this process, by global ranks
+_groups: dict[tuple[str, tuple[int, ...]], Any] = {}  # of this process, by lane and global ranks
 
 
 class Pending:
@@ -33,11 +34,12 @@ class Communicator:
     """Asynchronous messages and collectives among the ranks of a process group.
 
     Ranks are numbered inside the group. Without torch.distributed there is one rank, which has
-    nobody to talk to.
+    nobody to talk to. Another lane has process groups of its own, so that what moves there does not
+    wait for what moves elsewhere.
     """
 
-    def __init__(self, group: Any = None, timeout: float | None = None) -> None:
-        self.timeout = timeout
+    def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
+        self.timeout, self.lane = timeout, lane
         self.group = group
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
@@ -140,15 +142,22 @@ class Communicator:
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Makes the process groups of these ranks; all ranks call it with the same groups."""
         for ranks in groups:
-            key = tuple(self._global[rank] for rank in ranks)
-            if 1 < len(ranks) < self.size and key not in _groups:
+            members = tuple(self._global[rank] for rank in ranks)
+            own = len(ranks) < self.size or self.lane
+            if len(ranks) > 1 and own and (self.lane, members) not in _groups:
                 timeout = timedelta(seconds=self.timeout) if self.timeout else None
-                _groups[key] = dist.new_group(list(key), timeout=timeout)
+                _groups[self.lane, members] = dist.new_group(list(members), timeout=timeout)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
-        if len(ranks) == self.size:
+        if len(ranks) == self.size and not self.lane:
             return self.group
-        return _groups[tuple(self._global[rank] for rank in ranks)]
+        return _groups[self.lane, tuple(self._global[rank] for rank in ranks)]
+
+    def in_lane(self, lane: str) -> Communicator:
+        """The same ranks, over process groups of their own."""
+        twin = copy(self)
+        twin.lane = lane
+        return twin
 
 
 def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:

@@ -1,0 +1,44 @@
+"""When gradients are summed: data that the simulator and the gradient engine both read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MODES = ("end", "layer", "chunks", "buckets")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """When the sums of gradients start, while the backward pass goes on.
+
+    "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
+    of the last k layers with weights together as soon as they are ready, the rest at the end (P3);
+    "buckets": whenever so many bytes are ready.
+    """
+
+    mode: str = "buckets"
+    last: int = 0
+    bucket: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode {self.mode!r} must be one of {', '.join(MODES)}")
+
+    def flushes(self, index: int, pending: float) -> bool:
+        """Whether to sum what is pending after the index-th layer with weights, last first."""
+        if self.mode == "layer":
+            return True
+        if self.mode == "chunks":
+            return index + 1 == self.last
+        return self.mode == "buckets" and pending >= self.bucket
+
+    def chunks(self, sizes: Iterable[float]) -> list[int]:
+        """How many layers each chunk has, from the bytes of all layers with weights, last first."""
+        found, count, pending = [], 0, 0.0
+        for index, nbytes in enumerate(sizes):
+            count, pending = count + 1, pending + nbytes
+            if self.flushes(index, pending):
+                found.append(count)
+                count, pending = 0, 0.0
+        return [*found, count] if count else found

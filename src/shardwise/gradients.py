@@ -1,0 +1,159 @@
+"""The gradient engine: sums of gradients that begin while the backward pass goes on.
+
+Gradients are packed into buffers, one per chunk and segment, of which the parameters' `.grad` are
+views. A chunk's sums start when its last layer is done, on process groups of their own; every rank
+starts the same sums in the same order, whether it had samples or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.comm import Communicator, Pending
+from shardwise.engine import Engine
+from shardwise.program import Program, Run
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Buffer:
+    """The gradients that one segment sums at once, back to back."""
+
+    ranks: tuple[int, ...]
+    data: torch.Tensor
+    views: Tensors
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Layers whose gradients are summed together."""
+
+    runs: frozenset[int]  # positions in the backward pass; the last one completes the chunk
+    buffers: list[Buffer]
+
+
+@dataclass(eq=False)
+class GradientSums:
+    """The chunks of one program on this rank, and the sums that are under way."""
+
+    chunks: list[Chunk]
+    params: Tensors  # those that this rank holds a block of
+    comm: Communicator
+    written: set[str] = field(default_factory=set)
+    whole: Tensors = field(default_factory=dict)  # gradients that need no sum
+    pending: list[Pending] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        params: Mapping[str, torch.Tensor],
+        engine: Engine,
+        comm: Communicator,
+    ) -> GradientSums:
+        """Lays out the buffers: parameters by the layer of backward that completes them."""
+        last: dict[str, int] = {}
+        for position, step in enumerate(program.backward):
+            if isinstance(step, Run):
+                last |= {name: position for name in step.params if name not in program.gathered}
+        layers: dict[int, list[str]] = {}
+        for name, position in last.items():
+            layers.setdefault(position, []).append(name)
+        positions = sorted(layers)
+        itemsize = max((p.element_size() for p in params.values()), default=4)
+        sizes = [
+            sum(float(program.params[n].numels.max()) * itemsize for n in layers[position])
+            for position in positions
+        ]
+        chunks, start = [], 0
+        for count in engine.chunks(sizes):
+            runs = positions[start : start + count]
+            names = [name for run in runs for name in layers[run]]
+            buffers = _buffers(names, program, params, comm.rank)
+            chunks.append(Chunk(frozenset(runs), buffers))
+            start += count
+        used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
+        held = {n: params[n] for n in used if program.params[n].numels[comm.rank]}
+        return cls(chunks, held, comm)
+
+    def fits(self, params: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the buffers are still right: a model may have moved to another type or device."""
+        return all(
+            params[n].dtype == p.dtype and params[n].device == p.device
+            for n, p in self.params.items()
+        )
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """A part of a parameter's gradient; a shared parameter has several."""
+        view = self._views.get(name)
+        if view is None:
+            self.whole[name] = self.whole[name] + gradient if name in self.whole else gradient
+        elif name in self.written:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self.written.add(name)
+
+    @property
+    def _views(self) -> Tensors:
+        if not hasattr(self, "_known_views"):
+            self._known_views: Tensors = {
+                name: view
+                for chunk in self.chunks
+                for buffer in chunk.buffers
+                for name, view in buffer.views.items()
+            }
+        return self._known_views
+
+    def after(self, position: int) -> None:
+        """A step of the backward pass is done: starts the sums that it completes."""
+        for chunk in self.chunks:
+            if position == max(chunk.runs):
+                for buffer in chunk.buffers:
+                    self._zero(buffer)
+                    self.pending.append(self.comm.all_reduce(buffer.ranks, buffer.data))
+
+    def _zero(self, buffer: Buffer) -> None:
+        """A rank without samples adds nothing."""
+        for name, view in buffer.views.items():
+            if name not in self.written:
+                view.zero_()
+
+    def finish(self) -> Tensors:
+        """Waits for all sums; the gradients of this rank's blocks."""
+        for pending in self.pending:
+            pending.wait()
+        alone = {name: param for name, param in self.params.items() if name not in self._views}
+        for name, param in alone.items():
+            if name not in self.whole:  # a rank without samples
+                self.whole[name] = torch.zeros_like(param)
+        found = self._views | self.whole
+        self.pending, self.written, self.whole = [], set(), {}
+        return found
+
+
+def _buffers(
+    names: list[str], program: Program, params: Mapping[str, torch.Tensor], rank: int
+) -> list[Buffer]:
+    """One buffer per segment and kind of number; what this rank alone holds needs none."""
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        layout, param = program.params[name], params[name]
+        if layout.numels[rank] == 0:
+            continue
+        ranks = layout.segment(rank)
+        if len(ranks) > 1:
+            groups.setdefault((ranks, param.dtype, param.device), []).append(name)
+    found = []
+    for (ranks, dtype, device), members in groups.items():
+        numels = [params[name].numel() for name in members]
+        data = torch.zeros(sum(numels), dtype=dtype, device=device)
+        parts = data.split(numels)
+        views = {n: part.view(params[n].shape) for n, part in zip(members, parts, strict=True)}
+        found.append(Buffer(ranks, data, views))
+    return found

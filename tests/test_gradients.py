@@ -1,0 +1,138 @@
+"""The gradient engine: sums that start early change nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from exactness import seeded, seeded_input
+from pool import shared_pool
+from shardwise import Engine, Plan, capture, parallelize
+from shardwise.comm import Recording
+
+ENGINES = [
+    Engine("end"),
+    Engine("layer"),
+    Engine("chunks", last=1),
+    Engine("chunks", last=3),
+    Engine("buckets", bucket=1000),
+]
+OPTIMIZERS = {
+    "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.05, nesterov=True),
+    "adam": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+
+
+class Net(nn.Module):
+    """Convolutions, a norm, and a linear layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.conv2 = nn.Conv2d(6, 5, 3, padding=1)
+        self.twice = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv2(self.norm(self.conv1(x)).relu()).mean((2, 3))
+        return self.head(self.twice(self.twice(x).tanh()).tanh())
+
+
+def train(model: nn.Module, optimizer: str, steps: int, accumulate: bool = False) -> nn.Module:
+    x, y = seeded_input((8, 3, 8, 7)), torch.arange(8) % 4
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        nn.functional.cross_entropy(model(x + 0.1 * step), y).backward()
+        if not accumulate or step % 2:
+            stepper.step()
+            stepper.zero_grad(set_to_none=step % 3 == 0)
+    return model
+
+
+def _weights(
+    engine: Engine, splits: list[dict[str, int]], optimizer: str, accumulate: bool = False
+) -> Any:
+    plain = seeded(Net())
+    graph = capture(plain, seeded_input((8, 3, 8, 7)))
+    found = []
+    for split in splits:
+        model = parallelize(plain, Plan.uniform(graph, 4, **split), gradients=engine)
+        found.append(train(model, optimizer, 20, accumulate).state_dict())
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: f"{e.mode}{e.last or ''}")
+def test_weights_after_20_steps_are_those_of_one_device(engine: Engine, optimizer: str) -> None:
+    alone = train(seeded(Net()), optimizer, 20).state_dict()
+    splits = [{"n": 4}, {"n": 2, "h": 2}, {"n": 2, "f": 2}]
+    for states in shared_pool(4).run(_weights, engine, splits, optimizer)[0:1]:
+        for state in states:
+            for name, tensor in alone.items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_of_several_backward_passes_add_up() -> None:
+    alone = train(seeded(Net()), "momentum", 20, accumulate=True).state_dict()
+    splits = [{"n": 4}, {"n": 2, "h": 2}]
+    states = shared_pool(4).run(_weights, Engine("layer"), splits, "momentum", True)[0]
+    for state in states:
+        for name, tensor in alone.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def _sums(engine: Engine) -> list[int]:
+    """The bytes of every sum of gradients of one step, in order."""
+    plain = seeded(Net())
+    comm = Recording()
+    graph = capture(plain, seeded_input((8, 3, 8, 7)))
+    model = parallelize(plain, Plan.uniform(graph, 4, n=4), comm=comm, gradients=engine)
+    out = model(seeded_input((8, 3, 8, 7))).sum()
+    comm.sent.clear()
+    out.backward()
+    total = sum(p.numel() for p in model.parameters()) * 8
+    sums = [sent.bytes for sent in comm.sent if sent.kind == "sum"]
+    assert sum(sums) == total + 2 * 6 * 8  # and batch norm's statistics
+    return sums
+
+
+def test_chunks_are_summed_as_the_engine_says() -> None:
+    counts = {
+        engine.mode + str(engine.last or ""): len(shared_pool(4).run(_sums, engine)[0]) - 1
+        for engine in ENGINES
+    }
+    assert counts["end"] == 1
+    assert counts["layer"] == 5  # the linear layer that is used twice is summed once
+    assert counts["chunks1"] == counts["chunks3"] == 2
+    assert 1 < counts["buckets"] < 5
+
+
+def _views() -> bool:
+    plain = seeded(Net())
+    graph = capture(plain, seeded_input((8, 3, 8, 7)))
+    model = parallelize(plain, Plan.uniform(graph, 4, n=4), gradients=Engine("end"))
+    places = []
+    for _ in range(2):
+        model(seeded_input((8, 3, 8, 7))).sum().backward()
+        places.append([p.grad.data_ptr() for p in model.parameters()])  # type: ignore[union-attr]
+        model.zero_grad()
+    return places[0] == places[1] and len(set(places[0])) == len(places[0])
+
+
+def test_gradients_stay_in_one_place() -> None:
+    assert all(shared_pool(4).run(_views))
+
+
+def test_chunk_sizes() -> None:
+    assert Engine("layer").chunks([1, 2, 3]) == [1, 1, 1]
+    assert Engine("end").chunks([1, 2, 3]) == [3]
+    assert Engine("chunks", last=2).chunks([1, 2, 3]) == [2, 1]
+    assert Engine("buckets", bucket=3).chunks([1, 2, 3, 1]) == [2, 1, 1]
+    assert Engine("layer").chunks([]) == []
+    with pytest.raises(ValueError, match="mode 'soon' must be one of"):
+        Engine("soon")
