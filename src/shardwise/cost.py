@@ -351,14 +351,14 @@ class Costs:
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
         known = self._layers.get(self.key(layer))
-        config = _usual(layer, config)
+        config = usual(layer, config)
         if known is not None and config in known.places:
             return known, known.places[config]
         return self.under(layer, (config,)), 0
 
     def place(self, layer: Layer, config: Config) -> int:
         """Which of a layer's candidates this config is."""
-        found = self.of(layer).places.get(_usual(layer, config))
+        found = self.of(layer).places.get(usual(layer, config))
         if found is None:
             raise PlanError(
                 f"layer {layer.name!r}: {config} is not among the splits that are tried"
@@ -371,8 +371,8 @@ class Costs:
         """Seconds and bytes between two configs, where both are candidates."""
         if self.key(source) not in self._layers or self.key(target) not in self._layers:
             return None
-        row = self.of(source).places.get(_usual(source, held))
-        column = self.of(target).places.get(_usual(target, needed))
+        row = self.of(source).places.get(usual(source, held))
+        column = self.of(target).places.get(usual(target, needed))
         if row is None or column is None:
             return None
         seconds, nbytes = self.edge(source, target, operand)
@@ -394,7 +394,7 @@ class Costs:
         return transfer_table(sources, targets, self.training.itemsize, self.network)
 
 
-def _usual(layer: Layer, config: Config) -> Config:
+def usual(layer: Layer, config: Config) -> Config:
     """Where f and c split the same dimension, f alone does."""
     if config.c == 1 or not strategy_of(layer).joint_channels:
         return config

@@ -170,7 +170,10 @@ class Plan:
         return cls(data.world, layers, inputs, data.signature, tuple(data.whole))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise PlanError(f"the plan file {str(path)!r} cannot be written: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.candidates import most_workers
 from shardwise.config import Config
 from shardwise.cost import Costs, value_operands
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan, fit
@@ -222,8 +222,11 @@ class Planner:
         return sum(float(self.costs.of(layer).memory.min()) for layer in self.layers)
 
     def least_memory(self) -> tuple[Plan, Prediction]:
-        """The plan that needs least memory, as far as layers can be judged one by one."""
-        return self._priced(self._high_price())
+        """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
+        high = self._high_price()
+        found = [self._priced(price) for price in (high, high / 1e3, high / 1e5, 0.0)]
+        found += list(baselines(self.costs).values())
+        return min(found, key=lambda pair: pair[1].memory)
 
     def _does_not_fit(self, cap: int, least: int) -> str:
         text = (
@@ -234,18 +237,16 @@ class Planner:
             try:
                 cluster = self.costs.cluster.with_workers(workers)
                 costs = Costs(self.graph, cluster, self.costs.timer, self.costs.training)
-                found = Planner(costs).least_memory()[1].memory
-            except PlanError:
+                found = Planner(costs).best(price=self._high_price())
+            except ShardwiseError:  # the cluster has no room for so many, or no layer can use them
                 break
-            except Exception:  # the cluster has no room for so many
-                break
-            if found <= cap:
+            if predict(found, costs).memory <= cap:
                 return f"{text}; it would fit on {workers} workers"
         return f"{text}; more workers do not help"
 
 
 def _doublings(world: int) -> Iterator[int]:
-    while (world := 2 * world) <= 4096:
+    while (world := 2 * world) <= 256:
         yield world
 
 

@@ -147,7 +147,7 @@ def plan(
     """
     graph = model if isinstance(model, LayerGraph) else capture(model, *inputs)
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-    machines = machines.with_workers(workers or machines.world)
+    machines = machines.with_workers(machines.world if workers is None else workers)
     cap = machines.device.memory
     if memory is not None:
         cap = parse_size(memory) if isinstance(memory, str) else memory
@@ -181,11 +181,11 @@ def examine(
 
 def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
     """The best plans, for different parts of the updates that overlap hides."""
-    if cap is not None:
-        best, prediction = planner.under(cap)
-        if prediction.memory < planner.unlimited_memory:
-            return [best]  # the cap binds: other plans would need more
-    return [planner.best(hidden) for hidden in HIDDEN]
+    plans = [planner.best(hidden) for hidden in HIDDEN]
+    if cap is None:
+        return plans
+    fitting = [plan for plan in plans if predict(plan, planner.costs).memory <= cap]
+    return [planner.under(cap)[0], *fitting]
 
 
 def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:

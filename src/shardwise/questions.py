@@ -107,7 +107,7 @@ def parse_engine(text: str) -> Engine:
     mode, _, value = text.partition(":")
     if mode in ("end", "layer") and not value:
         return Engine(mode)
-    if mode == "chunks" and value.isdigit() and int(value) > 0:
+    if mode == "chunks" and value.isascii() and value.isdigit() and int(value) > 0:
         return Engine(mode, last=int(value))
     if mode == "buckets" and value:
         return Engine(mode, bucket=parse_size(value))

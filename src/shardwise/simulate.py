@@ -110,18 +110,17 @@ class _Simulator:
                 Split.of(layer, op.local.config, self.world)
             )
         seconds = self.times[layer.name][0 if forward else 1]
-        start = self.clock.copy()
+        start, kind = self.clock.copy(), "forward" if forward else "backward"
         if op.sums is not None:
             half = start + seconds / 2
+            self._span(layer.name, kind, "compute", start, half)
             done = self._sum(op.sums.source, half, STATISTICS)
             self._span(
                 f"{layer.name} statistics", "statistics", "transfers", half, done, done - half
             )
-            self.clock = done + seconds / 2
-        else:
-            self.clock = start + seconds
-        kind = "forward" if forward else "backward"
-        self._span(layer.name, kind, "compute", start, start + seconds)
+            start, seconds = done, seconds / 2
+        self.clock = start + seconds
+        self._span(layer.name, kind, "compute", start, self.clock)
 
     def _sum(self, layout: Layout, ready: np.ndarray, itemsize: int) -> np.ndarray:
         """When each rank has the sum of its segment."""
@@ -145,18 +144,21 @@ class _Simulator:
         matrix = transfer.messages * float(self.training.itemsize)
         self._copy(f"{target} packed", matrix.sum(axis=1) + self._kept(transfer))
         start = self.clock.copy()
-        arrival = self.lanes.carry(matrix, start)
+        arrival = self.lanes.carry(matrix, start, self._own(transfer))
         self.arriving[target] = _Arriving(target, start, arrival, matrix.sum(axis=0))
         self.ready[target] = arrival
 
-    def _kept(self, transfer: Transfer) -> np.ndarray:
-        """Bytes of a rank's own part that are copied to their new place; a view costs nothing."""
+    def _own(self, transfer: Transfer) -> np.ndarray:
+        """Bytes that each rank both holds and needs."""
         source, target = transfer.source.bounds, transfer.target.bounds
         starts = np.maximum(source[..., 0], target[..., 0])
         common = np.maximum(np.minimum(source[..., 1], target[..., 1]) - starts, 0).prod(axis=1)
+        return common * float(self.training.itemsize)
+
+    def _kept(self, transfer: Transfer) -> np.ndarray:
+        """Bytes of a rank's own part that are copied to their new place; a view costs nothing."""
         messages = transfer.messages
-        moves = messages.any(axis=0) | messages.any(axis=1)
-        return common * moves * float(self.training.itemsize)
+        return self._own(transfer) * (messages.any(axis=0) | messages.any(axis=1))
 
     def _copy(self, name: str, nbytes: np.ndarray) -> None:
         """Memory is read and written once, on the way to or from a message."""
@@ -197,7 +199,8 @@ class _Simulator:
                     f"{step.source} gradient packed", back.sum(axis=1) + self._kept(step.transfer)
                 )
                 start = self.clock.copy()
-                self._add(step.source, start, self.lanes.carry(back, start), back.sum(axis=0))
+                arrival = self.lanes.carry(back, start, self._own(step.transfer))
+                self._add(step.source, start, arrival, back.sum(axis=0))
             elif isinstance(step, Run):
                 for name in step.outputs:
                     self._take(name)
@@ -253,16 +256,26 @@ class _Lanes:
         self.network = network
         self.free = [np.zeros((2, len(level.starts))) for level in network.levels]  # out, in
 
-    def carry(self, matrix: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """When each rank has all messages of a transfer, bytes from rank r to rank q."""
+    def carry(
+        self, matrix: np.ndarray, start: np.ndarray, own: np.ndarray | None = None
+    ) -> np.ndarray:
+        """When each rank has all messages of a transfer, bytes from rank r to rank q.
+
+        On a staged link, what a rank keeps (`own`) crosses it too.
+        """
         if not matrix.any():
             return start.copy()
+        staged = self.network.levels[0].link.staged
+        if staged and own is not None:
+            matrix = matrix + np.diag(own)
         senders, receivers = np.nonzero(matrix)
         sizes = matrix[senders, receivers]
         done = start[senders].copy()
         latency = 0.0
         for level, free in zip(self.network.levels, self.free, strict=True):
             crossing = level.units[senders] != level.units[receivers]
+            if level.link.staged:
+                crossing |= senders == receivers
             if crossing.any():
                 latency = level.link.latency
                 ends = [

@@ -6,6 +6,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from shardwise.cost import usual
 from shardwise.plan import Plan
 from shardwise.planner import size
 from shardwise.planning import Alternative, Findings
@@ -92,7 +93,7 @@ def explain_table(plan: Plan, layer: str) -> Table:
     """The alternatives for a layer: the best ones, the chosen one and the pure splits."""
     findings: Findings = plan.findings
     found = findings.explain(layer)
-    chosen = plan.layers[layer]
+    chosen = usual(findings.costs.graph[layer], plan.layers[layer])
     shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or _is_pure(a, chosen == a.config)]
     table = Table(title=escape(f"alternatives for {layer}"), title_justify="left")
     table.add_column("split")

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.errors import ShardwiseError
+
 LANES = ("compute", "transfers", "gradients")
 
 
@@ -107,4 +109,8 @@ class Trace:
 
     def save(self, path: str | Path, ranks: int = 64) -> None:
         """Writes the Perfetto form to a file."""
-        Path(path).write_text(json.dumps(self.to_perfetto(ranks)))
+        try:
+            Path(path).write_text(json.dumps(self.to_perfetto(ranks)))
+        except OSError as error:
+            message = f"the trace file {str(path)!r} cannot be written: {error}"
+            raise ShardwiseError(message) from None

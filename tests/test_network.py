@@ -1,0 +1,253 @@
+"""How long messages and sums take on a cluster's links, against times worked out by hand."""
+
+from __future__ import annotations
+
+from math import log2
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster, Device, Link
+from shardwise.layout import Layout
+from shardwise.network import Network, _Ring, segments_of
+
+DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
+MB = 1e6
+
+
+def link(name: str = "switch", **fields: object) -> Link:
+    """One level with round numbers: 1 MB takes 1 ms at 1 GB/s."""
+    return Link.model_validate({"name": name, "latency": 0.0, "bandwidth": 1e9} | fields)
+
+
+def network(*links: Link, workers: int | None = None) -> Network:
+    return Network(Cluster(name="round", device=DEVICE, links=links, workers=workers))
+
+
+def matrix(world: int, *messages: tuple[int, int, float]) -> np.ndarray:
+    """Bytes from rank r to rank q, from (r, q, bytes)."""
+    found = np.zeros((world, world))
+    for source, target, nbytes in messages:
+        found[source, target] = nbytes
+    return found
+
+
+def one_segment(world: int) -> np.ndarray:
+    return np.zeros(world, dtype=np.int64)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def test_on_a_flat_switch_the_busiest_port_counts() -> None:
+    flat = network(link(count=4, latency=1e-4))
+    assert flat.message_seconds(matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
+    pair = matrix(4, (0, 1, MB), (2, 3, MB))  # other ports, so at the same time
+    assert flat.message_seconds(pair) == pytest.approx(1e-4 + 1e-3)
+    both_ways = matrix(4, (0, 1, MB), (1, 0, MB))  # a port sends and receives at once
+    assert flat.message_seconds(both_ways) == pytest.approx(1e-4 + 1e-3)
+    fan_out = matrix(4, (0, 1, MB), (0, 2, 2 * MB), (0, 3, 3 * MB))
+    assert flat.message_seconds(fan_out) == pytest.approx(3 * 1e-4 + 6e-3)
+    assert flat.message_seconds(fan_out.T) == pytest.approx(3 * 1e-4 + 6e-3)
+
+
+def test_nothing_sent_takes_no_time() -> None:
+    assert network(link(count=4, latency=1.0)).message_seconds(np.zeros((4, 4))) == 0.0
+
+
+def test_an_oversubscribed_uplink_is_shared_by_the_ranks_behind_it() -> None:
+    # Two switches of two hosts; the uplink of two 1 GB/s ports is oversubscribed 4:1: 0.5 GB/s.
+    uplink = link("uplink", count=2, latency=3e-4, bandwidth=2e9, oversubscription=4)
+    two = network(link(count=2, latency=1e-4), uplink)
+    assert two.message_seconds(matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
+    assert two.message_seconds(matrix(4, (0, 2, MB))) == pytest.approx(3e-4 + 2e-3)
+    across = matrix(4, (0, 2, MB), (1, 3, MB))  # both leave the first switch
+    assert two.message_seconds(across) == pytest.approx(3e-4 + 4e-3)
+    opposite = matrix(4, (0, 2, MB), (3, 1, MB))  # one leaves it, one enters it
+    assert two.message_seconds(opposite) == pytest.approx(3e-4 + 2e-3)
+    mostly_inside = matrix(4, (0, 1, 9 * MB), (0, 2, MB))  # the host's port is busier
+    assert two.message_seconds(mostly_inside) == pytest.approx(2 * 3e-4 + 10e-3)
+
+
+def test_on_a_shared_medium_all_messages_take_turns() -> None:
+    bus = network(link("bus", count=4, latency=1e-4, shared=True))
+    pair = matrix(4, (0, 1, MB), (2, 3, 2 * MB))
+    assert bus.message_seconds(pair) == pytest.approx(1e-4 + 3e-3)
+
+
+def test_two_groups_have_a_shared_medium_each() -> None:
+    buses = network(link("bus", count=2, shared=True), link("uplink", count=2))
+    pair = matrix(4, (0, 1, MB), (2, 3, 2 * MB))
+    assert buses.message_seconds(pair) == pytest.approx(2e-3)
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_ring_takes_its_textbook_time(world: int) -> None:
+    alpha, beta, nbytes = 1e-4, 1e-9, 4 * MB
+    flat = network(link(count=world, latency=alpha))
+    ring = _Ring.of(one_segment(world))
+    assert ring is not None
+    fixed, per_byte = flat._ring(ring)
+    expected = 2 * (world - 1) * (alpha + nbytes / world * beta)
+    assert fixed + per_byte * nbytes == pytest.approx(expected)
+    assert flat.sum_seconds(one_segment(world), nbytes) <= expected * (1 + 1e-12)
+    if world & (world - 1):  # no halving, and one level only: the ring is all there is
+        assert flat.sum_seconds(one_segment(world), nbytes) == pytest.approx(expected)
+
+
+def supernodes(p: int, q: int, alpha: float, beta1: float, beta2: float) -> Network:
+    """P5's machine: p nodes in supernodes of q; between them each node has 1 / beta2."""
+    central = link(
+        "central",
+        latency=alpha,
+        bandwidth=q / beta1,
+        oversubscription=beta2 / beta1,
+        count=max(1, p // q),
+    )
+    return network(link("supernode", count=q, latency=alpha, bandwidth=1 / beta1), central)
+
+
+@pytest.mark.parametrize(("p", "q"), [(8, 2), (8, 4), (16, 4), (64, 16), (1024, 256)])
+def test_halving_with_near_or_far_partners_first_is_p5s_formula(p: int, q: int) -> None:
+    alpha, beta1, beta2, n = 2e-6, 1 / 12e9, 4 / 12e9, 100 * MB
+    machine, ring = supernodes(p, q, alpha, beta1, beta2), _Ring.of(one_segment(p))
+    assert ring is not None
+    # P5, section 5.1, without the time of the additions: a reduce-scatter and as long an allgather.
+    near = log2(p) * alpha + (p - p / q) * beta1 * n / p + (p / q - 1) * beta2 * n / p
+    far = log2(p) * alpha + (q - 1) * beta1 * n / p + (p - q) * beta2 * n / p
+    for near_first, expected in ((True, 2 * near), (False, 2 * far)):
+        model = machine._halving(ring, near_first)
+        assert model is not None
+        assert model[0] + model[1] * n == pytest.approx(expected)
+        assert machine.sum_seconds(one_segment(p), n) <= expected * (1 + 1e-12)
+    assert near < far
+
+
+def test_small_sums_are_halved_since_a_ring_has_more_steps() -> None:
+    p, alpha = 64, 1e-4
+    machine = supernodes(p, 16, alpha, 1e-9, 4e-9)
+    assert machine.sum_seconds(one_segment(p), 0.0) == pytest.approx(2 * log2(p) * alpha)
+
+
+def test_two_levels_of_rings_are_the_ring_inside_and_the_ring_across() -> None:
+    p, q, alpha, beta1, beta2, n = 12, 4, 1e-4, 1e-9, 4e-9, 8 * MB
+    machine, ring = supernodes(p, q, alpha, beta1, beta2), _Ring.of(one_segment(p))
+    assert ring is not None
+    model = machine._two_levels(ring)
+    assert model is not None
+    inside = 2 * (q - 1) * (alpha + n / q * beta1)
+    across = 2 * (p // q - 1) * (alpha + n / q / (p // q) * beta2)
+    assert model[0] + model[1] * n == pytest.approx(inside + across)
+
+
+def test_the_best_algorithm_counts() -> None:
+    machine, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
+    ring = _Ring.of(segments)
+    assert ring is not None
+    models = [
+        machine._ring(ring),
+        machine._halving(ring, True),
+        machine._halving(ring, False),
+        machine._two_levels(ring),
+    ]
+    winners = set()
+    for nbytes in (0.0, 1e3, 1e5, 1e7, 1e9):
+        times = [m[0] + m[1] * nbytes for m in models if m is not None]
+        assert machine.sum_seconds(segments, nbytes) == pytest.approx(min(times))
+        winners.add(int(np.argmin(times)))
+    assert len(winners) > 1
+
+
+def test_a_measured_sum_is_believed() -> None:
+    measured = link(count=4, latency=1.0, sum_latency=2e-3, sum_bandwidth=5e8)
+    segments = one_segment(4)
+    expected = 2e-3 + 2 * 3 / 4 * MB / 5e8
+    assert network(measured).sum_seconds(segments, MB) == pytest.approx(expected)
+
+
+def test_a_measured_sum_of_the_uplink_is_used_only_by_segments_that_cross_it() -> None:
+    uplink = link("uplink", count=2, sum_latency=7.0, sum_bandwidth=1e9)
+    two = network(link(count=2, latency=1e-4), uplink)
+    inside = np.array([0, 0, 1, 1])
+    assert two.sum_seconds(inside, MB) == pytest.approx(2 * (1e-4 + 0.5e-3))
+    assert two.sum_seconds(one_segment(4), MB) == pytest.approx(7.0 + 2 * 3 / 4 * 1e-3)
+
+
+def test_a_staged_sum_sends_and_fetches_every_copy_over_the_medium() -> None:
+    host = link("host", count=4, shared=True, staged=True, bandwidth=2e9)
+    assert network(host).sum_seconds(one_segment(4), MB) == pytest.approx(2 * 4 * MB / 2e9)
+    assert network(host).sum_bytes(one_segment(4), MB) == pytest.approx(2 * 4 * MB)
+
+
+@pytest.mark.parametrize("segments", [[0, 1, 2, 3], [-1, -1, -1, -1], [-1, 5, -1, -1]])
+def test_a_segment_of_one_rank_costs_nothing(segments: list[int]) -> None:
+    flat = network(link(count=4, latency=1.0))
+    for measure in (flat.sum_seconds, flat.scatter_seconds, flat.sum_bytes):
+        assert measure(np.array(segments), MB) == 0.0
+
+
+def test_one_worker_has_nothing_to_sum() -> None:
+    alone = network(link(latency=1.0))
+    assert alone.world == 1
+    assert alone.sum_seconds(one_segment(1), MB) == 0.0
+    assert alone.message_seconds(np.zeros((1, 1))) == 0.0
+
+
+def test_disjoint_segments_at_once_share_the_port_of_their_host() -> None:
+    # Two hosts of two workers; a host has one 1 GB/s port, workers inside talk at 10 GB/s.
+    hosts = network(link("bus", count=2, bandwidth=1e10), link("ethernet", count=2))
+    alone = np.array([0, -1, 0, -1])  # workers 0 and 2: each host's port sends one copy
+    assert hosts.sum_seconds(alone, MB) == pytest.approx(2 * 0.5 * MB / 1e9)
+    crossing = np.array([0, 1, 0, 1])  # two such pairs, and each port serves both
+    assert hosts.sum_seconds(crossing, MB) == pytest.approx(2 * 2 * 0.5 * MB / 1e9)
+    inside = np.array([0, 0, 2, 2])  # pairs that stay in their hosts do not disturb each other
+    assert hosts.sum_seconds(inside, MB) == pytest.approx(2 * 0.5 * MB / 1e10)
+
+
+def test_the_bytes_of_a_sum_are_two_blocks_per_rank_less_the_own_part() -> None:
+    flat = network(link(count=6))
+    assert flat.sum_bytes(one_segment(6), 6 * MB) == pytest.approx(6 * 2 * 5 * MB)
+    pairs = np.array([0, 0, 2, 2, -1, -1])
+    assert flat.sum_bytes(pairs, 6 * MB) == pytest.approx(4 * 2 * 3 * MB)
+
+
+# -- reduce-scatter and all-gather -----------------------------------------------------------------
+
+
+def test_a_scatter_sends_all_but_the_own_part() -> None:
+    flat = network(link(count=4, latency=1e-4))
+    assert flat.scatter_seconds(one_segment(4), MB) == pytest.approx(3 * 1e-4 + 0.75 * MB / 1e9)
+
+
+def test_a_scatter_across_hosts_waits_for_the_busier_of_port_and_uplink() -> None:
+    # Each of a host's two workers sends half of its block to the other host.
+    slow = link("ethernet", count=2, latency=3e-4)
+    hosts = network(link("bus", count=2, latency=1e-4, bandwidth=1e10), slow)
+    expected = 3 * 3e-4 + 2 * 0.5 * MB / 1e9
+    assert hosts.scatter_seconds(one_segment(4), MB) == pytest.approx(expected)
+    fast = link("fabric", count=2, latency=3e-4, bandwidth=1e12)
+    hosts = network(link("bus", count=2, latency=1e-4, bandwidth=1e10), fast)
+    expected = 3 * 3e-4 + 0.75 * MB / 1e10  # now a worker's own port is the busiest
+    assert hosts.scatter_seconds(one_segment(4), MB) == pytest.approx(expected)
+
+
+def test_without_latency_a_sum_takes_as_long_as_two_scatters() -> None:
+    flat = network(link(count=8))
+    scatter, both = (f(one_segment(8), MB) for f in (flat.scatter_seconds, flat.sum_seconds))
+    assert both == pytest.approx(2 * scatter)
+
+
+# -- segments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [6, 96])
+def test_segments_number_ranks_by_the_first_that_holds_the_same(world: int) -> None:
+    third = world // 3
+    bounds = np.zeros((world, 1, 2), dtype=np.int64)
+    bounds[:third, 0] = (0, 5)
+    bounds[third : 2 * third, 0] = (5, 9)  # the last third holds nothing
+    found = segments_of(Layout((9,), bounds).bounds[None])[0]
+    assert found.tolist() == [0] * third + [third] * third + [-1] * third
