@@ -2,9 +2,9 @@
 
     python benchmarks/predict.py [--workers 2] [--batch 32] [--rounds 9]
 
-In every round the machine is probed (layers as the plans need them, links), and one step of each
-plan is run. Prints the step that is simulated from the probe's medians, the median of the measured
-ones with its quartiles, and the error. The aim is 10 %.
+In every round the machine is probed (layers as the plans need them, on every rank; links), and one
+step of each plan is run. Prints the median of the steps that are simulated from each round's times,
+the median of the measured ones with its quartiles, and the error. The aim is 10 %.
 """
 
 from __future__ import annotations
@@ -111,11 +111,10 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
     found = [r for rank in ranks for r in rank]
     cluster = to_cluster([r.speeds for r in found], "probed", device_name(1), 4 << 30)
     cluster = cluster.with_workers(workers)
-    table = {
-        work.key: tuple(statistics.median(r.layers[work.key][way] for r in found) for way in (0, 1))
-        for work in wanted
-    }
-    timer = Measured(table, Roofline(cluster.device), first)  # type: ignore[arg-type]
+    timers = [
+        Measured([rank[i].layers for rank in ranks], Roofline(cluster.device), first)
+        for i in range(rounds)
+    ]
     link = cluster.links[0]
     print(
         f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed; messages "
@@ -126,7 +125,8 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
     rows = []
     for place, (label, plan) in enumerate(plans.items()):
         steps = [max(rank[i].steps[place] for rank in ranks) for i in range(rounds)]
-        predicted = simulate(plan, graph, cluster, timer, training).seconds
+        simulated = [simulate(plan, graph, cluster, timer, training).seconds for timer in timers]
+        predicted = statistics.median(simulated)
         low, median, high = statistics.quantiles(steps, n=4)
         error = predicted / median - 1
         rows.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,9 +133,9 @@ class TimeTable:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times from a table; from the roofline where something was not measured."""
+    """Times from a table, or one table per rank; from the roofline where nothing was measured."""
 
-    table: Mapping[str, tuple[float, float]]
+    tables: Sequence[Mapping[str, tuple[float, float]]]
     fallback: Roofline
     first: frozenset[str]  # layers whose input needs no gradient
 
@@ -143,14 +143,14 @@ class Measured:
         if strategy_of(split.layer).free or split.layer.op == "input":
             return np.zeros(split.world), np.zeros(split.world)
         shares, index = works(split, split.layer.name not in self.first)
-        times = [self.table.get(work.key) for work in shares]
-        if any(t is None for t in times):
-            forward, backward = (t.copy() for t in self.fallback.seconds(split))
-        else:
-            forward, backward = np.zeros(split.world), np.zeros(split.world)
-        for place, known in enumerate(times):
-            if known is not None:
-                forward[index == place], backward[index == place] = known
+        forward, backward = (t.copy() for t in self.fallback.seconds(split))
+        tables = np.arange(split.world) % len(self.tables)
+        for place, work in enumerate(shares):
+            for number, table in enumerate(self.tables):
+                known = table.get(work.key)
+                if known is not None:
+                    chosen = (index == place) & (tables == number)
+                    forward[chosen], backward[chosen] = known
         return forward, backward
 
 
@@ -177,4 +177,4 @@ def timer_for(cluster: Cluster, graph: LayerGraph, itemsize: int = 4) -> Timer:
     roofline = Roofline(cluster.device, itemsize)
     if not cluster.device.name:
         return roofline
-    return Measured(TimeTable.load(cluster.device.name).seconds, roofline, first_layers(graph))
+    return Measured((TimeTable.load(cluster.device.name).seconds,), roofline, first_layers(graph))
