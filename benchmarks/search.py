@@ -1,0 +1,94 @@
+"""How long planning takes: the costs of all configs, and the search alone, for every zoo network.
+
+    python benchmarks/search.py [--workers 16] [--cluster k80x16] [--networks inception_v3 ...]
+
+Prints layers, the configs of the layer that has most, seconds for all costs, seconds for the search
+with costs known (median of five), and how the search grows with the number of layers and workers.
+Aims: Inception-v3 on 16 workers in P4's 0.1 s, every network on 16 workers under 2 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from shardwise import capture, zoo
+from shardwise.cluster import Cluster
+from shardwise.cost import Costs
+from shardwise.graph import LayerGraph
+from shardwise.planner import Planner
+from shardwise.search import solve
+from shardwise.zoo.vgg import VGG
+
+HEAD = f"{'network':<16}{'layers':>8}{'workers':>9}{'configs':>9}{'costs s':>10}{'search s':>10}"
+
+
+def network(name: str, batch: int) -> LayerGraph:
+    with torch.device("meta"):
+        model = zoo.build(name)
+    return capture(model, torch.empty(zoo.input_shape(name, batch), device="meta"))
+
+
+def chain(blocks: int, batch: int) -> LayerGraph:
+    """A VGG with so many convolutions in each of its first four stages."""
+    with torch.device("meta"):
+        model = VGG(((blocks, 64),) * 4, pooled=2)
+    return capture(model, torch.empty(batch, 3, 64, 64, device="meta"))
+
+
+def measure(name: str, graph: LayerGraph, cluster: Cluster) -> dict[str, object]:
+    """Seconds for all costs and for the search alone."""
+    start = time.perf_counter()
+    planner = Planner(Costs(graph, cluster))
+    problem = planner.problem()
+    costs, searches = time.perf_counter() - start, []
+    for _ in range(5):
+        start = time.perf_counter()
+        solve(problem)
+        searches.append(time.perf_counter() - start)
+    row = {
+        "network": name,
+        "layers": len(graph.layers),
+        "workers": cluster.world,
+        "configs": max(len(vector) for vector in problem.costs),
+        "costs": costs,
+        "search": statistics.median(searches),
+    }
+    print(
+        f"{name:<16}{row['layers']:>8}{row['workers']:>9}{row['configs']:>9}{costs:>10.2f}"
+        f"{row['search']:>10.3f}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--cluster", default="k80x16")
+    parser.add_argument("--networks", nargs="*", default=list(zoo.names()))
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    cluster = Cluster.load(arguments.cluster).with_workers(arguments.workers)
+    print(f"batch of 32 per worker on {arguments.cluster}\n{HEAD}")
+    rows = [
+        measure(name, network(name, 32 * arguments.workers), cluster) for name in arguments.networks
+    ]
+    print(f"\nby layers\n{HEAD}")
+    for blocks in (2, 4, 8, 16):
+        rows.append(measure(f"chain of {4 * blocks}", chain(blocks, 512), cluster))
+    print(f"\nby workers\n{HEAD}")
+    for workers in (2, 4, 8, 16, 32, 64):
+        flat = Cluster.load(f"{workers}x10Gb")
+        rows.append(measure("resnet34", network("resnet34", 32 * workers), flat))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
