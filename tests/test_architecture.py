@@ -28,6 +28,8 @@ DECIDE = {
     "network",
     "traffic",
     "candidates",
+    "columns",
+    "stacks",
     "cost",
     "search",
     "planner",

@@ -1,16 +1,19 @@
-"""The configs that a search considers for each layer.
+"""The configs that a search considers for each layer, and how many of them are described at once.
 
 Degrees are products of *units*: the prime factors of the number of workers, and powers of two below
 it. On large clusters that is too many, so small units are merged, and height and width (and depth)
 are split together, as squarely as they can be. Layers on fewer workers than all lie on the first
 ranks (close together, tried on small clusters) or spread evenly over all ranks (close to the data
 of layers on all ranks).
+
+A layer has hundreds of configs, so strategies are asked about stacks of them, and the layouts that
+they answer with are kept as columns: thousands of layouts are made of a few hundred columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -68,21 +71,38 @@ class Candidates:
         key = (tuple(limits.items()), strategy.can_gather)
         if key not in self._known:
             found = dict.fromkeys(self._configs(limits, strategy.can_gather))
-            ordered = sorted(found, key=lambda c: (-c.num_workers, c.ranks != _first(c)))
-            self._known[key] = tuple(ordered)
+            ordered = sorted(found, key=lambda c: (-len(c.ranks), c.ranks[-1] >= len(c.ranks)))
+            # Layers with the same configs get the same object, so that they share stacks.
+            self._known[key] = self._sets.setdefault(tuple(map(id, ordered)), tuple(ordered))
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[Any, tuple[Config, ...]]:
+    def _known(self) -> dict[Hashable, tuple[Config, ...]]:
+        return {}
+
+    @cached_property
+    def _sets(self) -> dict[tuple[int, ...], tuple[Config, ...]]:
+        return {}
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Config]:
         return {}
 
     def _configs(self, limits: dict[str, int], can_gather: bool) -> Iterator[Config]:
         for degrees in self._splits(limits):
-            for ranks in self._placements(prod(degrees.values())):
-                config = replace(Config(**degrees), ranks=ranks)  # type: ignore[arg-type]
-                yield config
-                if can_gather and config.n == config.num_workers > 1:
-                    yield replace(config, gradient="gather")
+            count = prod(degrees.values())
+            for ranks in self._placements(count):
+                yield self._config(degrees, ranks, "sum")
+                if can_gather and degrees.get("n") == count > 1:
+                    yield self._config(degrees, ranks, "gather")
+
+    def _config(self, degrees: dict[str, int], ranks: range, gradient: str) -> Config:
+        """The config, made once: those of all layers are the same objects."""
+        key = (*degrees.items(), ranks, gradient)
+        if key not in self._made:
+            made: dict[str, Any] = {**degrees, "ranks": tuple(ranks), "gradient": gradient}
+            self._made[key] = Config(**made)
+        return self._made[key]
 
     def _splits(self, limits: dict[str, int]) -> Iterator[dict[str, int]]:
         spatial = [axis for axis in self.spatial if axis in limits]
@@ -98,26 +118,22 @@ class Candidates:
                 if all(degree <= limits[axis] for axis, degree in split.items()):
                     yield split
 
-    def _placements(self, count: int) -> Iterator[tuple[int, ...]]:
+    def _placements(self, count: int) -> Iterator[range]:
         spread = 1 < count < self.world and self.world % count == 0
         if spread:
-            yield tuple(range(0, self.world, self.world // count))
+            yield range(0, self.world, self.world // count)
         if not spread or self.world <= CLOSE:
-            yield tuple(range(count))
+            yield range(count)
 
 
 def most_workers(configs: dict[str, tuple[Config, ...]], world: int) -> None:
     """Raises where no layer can use all workers."""
-    most = max(config.num_workers for found in configs.values() for config in found)
+    most = max(len(config.ranks) for found in configs.values() for config in found)
     if most < world:
         raise PlanError(
             f"no layer of this model can be split over {world} workers; the most that a layer can "
             f"use is {most}, so give --workers {most} or a larger batch"
         )
-
-
-def _first(config: Config) -> tuple[int, ...]:
-    return tuple(range(config.num_workers))
 
 
 def _primes(number: int) -> tuple[int, ...]:

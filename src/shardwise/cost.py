@@ -6,26 +6,27 @@ strategies declare, carried over the cluster's links. Layers that are alike shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, Device
+from shardwise.columns import Columns, Layouts
 from shardwise.config import Config
 from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
-from shardwise.network import Network, segments_of
-from shardwise.strategies import Split, Stack, strategy_of
-from shardwise.traffic import Table, transfer_table
+from shardwise.network import Network, Sums, segments_of
+from shardwise.stacks import Stacks
+from shardwise.strategies import Split, strategy_of
+from shardwise.traffic import MANY, Table, Traffic
 
-COLUMNS = ("forward", "backward", "transfer", "update", "moved", "stored", "saved")
 STATISTICS = 8  # bytes of a number in the sums of a norm
+ROUNDING = 1 + 1e-9
 
 
 class Timer(Protocol):
@@ -84,8 +85,8 @@ class LayerCosts:
     moved: np.ndarray  # bytes of transfer and update
     stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
     saved: np.ndarray  # bytes kept for the backward pass
-    outputs: _Distinct
-    needs: tuple[_Distinct | None, ...]  # per operand; None for weights
+    outputs: Layouts
+    needs: tuple[Layouts | None, ...]  # per operand; None for weights
 
     @cached_property
     def places(self) -> dict[Config, int]:
@@ -104,31 +105,115 @@ class LayerCosts:
         return self.stored + self.saved
 
 
-@dataclass(frozen=True, eq=False)
-class _Distinct:
-    """The different layouts among those of all configs, and which each config has."""
+class _Judge:
+    """One layer under many configs: what its strategy says, stack by stack, as arrays of costs."""
 
-    layouts: list[Layout]
-    index: tuple[int, ...]
-    digest: bytes  # the same for the same layouts
+    def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
+        self.parent, self.layer, self.configs = costs, layer, configs
+        strategy = strategy_of(layer)
+        stacks = costs.stacks.of(configs, strategy.degrees_matter)
+        self.places = [np.asarray(places) for places, _ in stacks]
+        self.order = np.argsort(np.concatenate(self.places))
+        self.splits = [Split.stacked(layer, stack) for _, stack in stacks]
+        self.outputs = [strategy.output(split) for split in self.splits]
+        self.needs = [
+            [needs[i].layout for needs in map(strategy.needs, self.splits)]
+            for i in range(len(layer.operands))
+        ]
 
-    @classmethod
-    def of(cls, layouts: list[Any]) -> _Distinct:
-        found: dict[bytes, int] = {}
-        index = [found.setdefault(layout.bounds.tobytes(), len(found)) for layout in layouts]
-        digest = blake2b(repr(layouts[0].shape).encode(), digest_size=16)
-        for key in found:
-            digest.update(key)
-        first = [layouts[index.index(place)] for place in range(len(found))]
-        return cls(first, tuple(index), digest.digest())
+    def costs(self) -> LayerCosts:
+        parent, layer = self.parent, self.layer
+        trains = parent.training.gradients and layer.name in parent.differentiable
+        seconds = [parent.timer.seconds(split) for split in self.splits]
+        forward, backward = map(self._most, zip(*seconds, strict=True))
+        transfer, moved = self._inside(2.0 if trains else 1.0)
+        update, summed = self._update() if trains and layer.params else (0.0 * moved, 0.0)
+        sizes = [self._numels(layouts) for layouts in self.needs]
+        made = self._numels(self.outputs)
+        needs = [
+            self._layouts(layouts, operand.shape) if operand.kind == "value" else None
+            for operand, layouts in zip(layer.operands, self.needs, strict=True)
+        ]
+        return LayerCosts(
+            self.configs,
+            forward,
+            backward * trains,
+            transfer,
+            update,
+            moved + summed,
+            self._most([parent.held(layer, sizes, len(made))]),
+            self._most([parent.kept(layer, sizes, made)]) * trains,
+            self._layouts(self.outputs, layer.shape),
+            tuple(needs),
+        )
 
+    def _most(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The most on any rank, for each config."""
+        amounts = np.concatenate(parts).reshape(-1, self.parent.world)
+        return amounts.max(axis=1)[self.order]
 
-def _place(found: list[Any], places: list[int], stacked: Layout) -> None:
-    """The layouts of a stack, each at the place of its config."""
-    world = len(stacked.bounds) // len(places)
-    bounds = stacked.bounds.reshape(len(places), world, *stacked.bounds.shape[1:])
-    for place, own in zip(places, bounds, strict=True):
-        found[place] = Layout(stacked.shape, own)
+    @staticmethod
+    def _numels(layouts: list[Layout]) -> np.ndarray:
+        return np.concatenate([layout.numels for layout in layouts])
+
+    def _layouts(self, layouts: list[Layout], shape: tuple[int, ...]) -> Layouts:
+        return self.parent.columns.layouts(self.parent.rows(layouts)[self.order], shape)
+
+    def _inside(self, passes: float) -> tuple[np.ndarray, np.ndarray]:
+        """Partial results that are added, and statistics that are summed, both ways."""
+        strategy = strategy_of(self.layer)
+        seconds, moved = np.zeros((2, len(self.configs)))
+        partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
+        seconds[partial.places] += passes * partial.scatter_seconds()
+        moved[partial.places] += passes / 2 * partial.bytes()
+        sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
+        seconds[sums.places] += passes * sums.seconds()
+        moved[sums.places] += passes * sums.bytes()
+        return seconds, moved
+
+    def _update(self) -> tuple[np.ndarray, np.ndarray]:
+        """Gradients are summed over the ranks that share a block, or gathered (P3)."""
+        seconds, moved = np.zeros((2, len(self.configs)))
+        gathers = [strategy_of(self.layer).gathers(split) for split in self.splits]
+        for pair in range(max(map(len, gathers))):
+            targets = (gathered[pair][1] if gathered else None for gathered in gathers)
+            gathered = self._sums(targets, self.parent.training.itemsize)
+            seconds[gathered.places] += gathered.scatter_seconds()
+            moved[gathered.places] += gathered.bytes() / 2
+        for sums in self._blocks([not gathered for gathered in gathers]):
+            seconds[sums.places] += sums.seconds()
+            moved[sums.places] += sums.bytes()
+        return seconds, moved
+
+    def _blocks(self, summed: list[bool]) -> list[Sums]:
+        """The blocks of weights; those of smaller parameters of the same ranks go with the first.
+
+        A bias is packed with its weight, except where only some of the ranks carry it.
+        """
+        found: list[Sums] = []
+        for operand, layouts in zip(self.layer.operands, self.needs, strict=True):
+            if operand.kind != "param":
+                continue
+            there = (layout if s else None for s, layout in zip(summed, layouts, strict=True))
+            sums = self._sums(there, self.parent.training.itemsize)
+            if found:
+                packed = sums.users == found[0].users
+                found[0].nbytes[packed] += sums.nbytes[packed]
+                sums = sums.where(~packed)
+            found.append(sums)
+        return found
+
+    def _sums(self, layouts: Iterable[Layout | None], itemsize: int) -> Sums:
+        """For each config that has such a layout: which ranks hold the same, and its bytes."""
+        parent, pairs = self.parent, list(zip(self.places, layouts, strict=True))
+        places = [places for places, layout in pairs if layout is not None]
+        present = [layout for _, layout in pairs if layout is not None]
+        if not present:
+            return Sums.none(parent.network)
+        rows = parent.rows(present)
+        nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
+        users = parent.columns.users(rows[:, 0])
+        return Sums(parent.network, np.concatenate(places), parent.models(rows), nbytes, users)
 
 
 class Costs:
@@ -146,10 +231,16 @@ class Costs:
         self.timer = timer or Roofline(cluster.device, self.training.itemsize)
         self.network = Network(cluster)
         self.candidates = Candidates.of(graph, cluster.world)
+        # Measured times are kept by the axes that are split; to the roofline they are all the same.
+        self.stacks = Stacks(cluster.world, merge=isinstance(self.timer, Roofline))
+        self.columns = Columns(cluster.world)
+        self.traffic = Traffic(self.network, self.training.itemsize)
+        self._keys: dict[str, int] = {}
+        self._kinds: dict[Hashable, int] = {}
         self._layers: dict[Hashable, LayerCosts] = {}
-        self._tables: dict[Hashable, Table] = {}
-        self._edges: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-        self._known_stacks: dict[Hashable, tuple[Any, list[tuple[list[int], Stack]]]] = {}
+        self._alone: dict[Hashable, LayerCosts] = {}
+        self._models: dict[Hashable, int] = {}
+        self._edges: dict[Hashable, np.ndarray] = {}
 
     @property
     def world(self) -> int:
@@ -176,10 +267,13 @@ class Costs:
 
     def key(self, layer: Layer) -> Hashable:
         """What layers that cost the same have in common."""
-        attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
-        operands = tuple((o.kind, o.shape) for o in layer.operands)
-        flows = layer.name in self.differentiable
-        return layer.op, layer.shape, layer.dims, tuple(attrs), operands, self._saves(layer), flows
+        if layer.name not in self._keys:
+            attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
+            operands = tuple((o.kind, o.shape) for o in layer.operands)
+            looks = layer.op, layer.shape, layer.dims, tuple(attrs), operands
+            looks = *looks, self._saves(layer), layer.name in self.differentiable
+            self._keys[layer.name] = self._kinds.setdefault(looks, len(self._kinds))
+        return self._keys[layer.name]
 
     def _saves(self, layer: Layer) -> bool:
         """Whether a layer's output is kept for its own sake: no reader keeps it anyway."""
@@ -190,135 +284,60 @@ class Costs:
 
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""
-        arrays = {name: np.zeros(len(configs)) for name in COLUMNS}
-        held: list[Any] = [None] * len(configs)
-        needed = [[None] * len(configs) if o.kind == "value" else [] for o in layer.operands]
-        for places, stack in self._stacks(configs, strategy_of(layer).degrees_matter):
-            split = Split.stacked(layer, stack)
-            for name, values in self._columns(split).items():
-                arrays[name][places] = values
-            _place(held, places, strategy_of(layer).output(split))
-            for found, need in zip(needed, strategy_of(layer).needs(split), strict=True):
-                if found:
-                    _place(found, places, need.layout)
-        needs = tuple(_Distinct.of(found) if found else None for found in needed)
-        return LayerCosts(configs=configs, outputs=_Distinct.of(held), needs=needs, **arrays)
+        costs = _Judge(self, layer, configs).costs()
+        if self.world > MANY:
+            self.stacks.forget()
+        return costs
 
-    def _stacks(self, configs: tuple[Config, ...], apart: bool) -> list[tuple[list[int], Stack]]:
-        """Configs that can be judged together: they split the same axes."""
-        key = (id(configs), apart)
-        if key not in self._known_stacks:
-            groups: dict[Hashable, list[int]] = {}
-            for place, config in enumerate(configs):
-                pattern = (config.gradient, *(degree > 1 for degree in config.degrees))
-                groups.setdefault((place if apart else 0, pattern), []).append(place)
-            stacks = [
-                (places, Stack(tuple(configs[i] for i in places), self.world))
-                for places in groups.values()
-            ]
-            self._known_stacks[key] = (configs, stacks)  # the configs stay alive with their id
-        return self._known_stacks[key][1]
+    def models(self, rows: np.ndarray) -> np.ndarray:
+        """The network's models of sums over ranks that hold the same, by the layouts' columns."""
+        known, found = self._models, list(map(tuple, rows.tolist()))
+        for row in set(found).difference(known):
+            columns = np.array(row)
+            pattern = frozenset(self.columns.patterns(columns).tolist())
+            if pattern not in known:
+                boxes = self.columns.boxes(columns)
+                known[pattern] = self.network.model(segments_of(boxes[None])[0])
+            known[row] = known[pattern]
+        return np.array([known[row] for row in found])
 
-    def _columns(self, split: Split) -> dict[str, Any]:
-        layer = split.layer
-        forward, backward = (self._most(t) for t in self.timer.seconds(split))
-        trains = self.training.gradients and layer.name in self.differentiable
-        transfer, moved = self._inside(split, 2.0 if trains else 1.0)
-        update, summed = self._update(split) if trains and layer.params else (0.0, 0.0)
-        return {
-            "forward": forward,
-            "backward": backward * trains,
-            "transfer": transfer,
-            "update": update,
-            "moved": moved + summed,
-            "stored": self._most(self.stored(split)),
-            "saved": self._most(self.saved(split)) * trains,
-        }
-
-    def _most(self, amounts: np.ndarray) -> np.ndarray:
-        """The most on any rank, for each config of a stack."""
-        return amounts.reshape(-1, self.world).max(axis=1)
-
-    def _inside(self, split: Split, passes: float) -> tuple[Any, Any]:
-        """Partial results that are added, and statistics that are summed, both ways."""
-        strategy, seconds, moved = strategy_of(split.layer), 0.0, 0.0
-        partial = strategy.partial(split)
-        if partial is not None:
-            amounts = self._amounts(partial, self.training.itemsize)
-            seconds += passes * self._each(self.network.scatter_seconds, amounts)
-            moved += passes / 2 * self._each(self.network.sum_bytes, amounts)
-        sums = strategy.sums(split)
-        if sums is not None:
-            amounts = self._amounts(sums, STATISTICS)
-            seconds += passes * self._each(self.network.sum_seconds, amounts)
-            moved += passes * self._each(self.network.sum_bytes, amounts)
-        return seconds, moved
-
-    def _update(self, split: Split) -> tuple[Any, Any]:
-        """Gradients are summed over the ranks that share a block, or gathered (P3)."""
-        strategy, seconds, moved = strategy_of(split.layer), 0.0, 0.0
-        gathers = strategy.gathers(split)
-        for _, target in gathers:
-            amounts = self._amounts(target, self.training.itemsize)
-            seconds += self._each(self.network.scatter_seconds, amounts)
-            moved += self._each(self.network.sum_bytes, amounts) / 2
-        for amounts in () if gathers else self._blocks(split):
-            seconds += self._each(self.network.sum_seconds, amounts)
-            moved += self._each(self.network.sum_bytes, amounts)
-        return seconds, moved
-
-    def _amounts(self, layout: Layout, itemsize: int) -> list[tuple[np.ndarray, float]]:
-        """For each config of a stack: which ranks hold the same, and its bytes."""
-        bounds = layout.bounds.reshape(-1, self.world, *layout.bounds.shape[1:])
-        sizes = self._most(layout.numels) * float(itemsize)
-        return list(zip(segments_of(bounds), sizes.tolist(), strict=True))
-
-    @staticmethod
-    def _each(
-        measure: Callable[[np.ndarray, float], float], amounts: list[tuple[np.ndarray, float]]
-    ) -> np.ndarray:
-        return np.array([measure(segments, nbytes) for segments, nbytes in amounts])
-
-    def _blocks(self, split: Split) -> list[list[tuple[np.ndarray, float]]]:
-        """The blocks of weights; those of smaller parameters of the same ranks go with the first.
-
-        A bias is packed with its weight, except where only some of the ranks carry it.
-        """
-        needs = strategy_of(split.layer).needs(split)
-        found: list[list[tuple[np.ndarray, float]]] = []
-        for operand, need in zip(split.layer.operands, needs, strict=True):
-            if operand.kind != "param":
-                continue
-            amounts = self._amounts(need.layout, self.training.itemsize)
-            if found and all(
-                np.array_equal(a[0] < 0, b[0] < 0) for a, b in zip(found[0], amounts, strict=True)
-            ):
-                found[0] = [(s, n + m) for (s, n), (_, m) in zip(found[0], amounts, strict=True)]
-            else:
-                found.append(amounts)
-        return found
+    def rows(self, layouts: Sequence[Layout]) -> np.ndarray:
+        """The columns of the layouts of stacks, one after the other; [configs, ndim]."""
+        bounds = [layout.bounds for layout in layouts]
+        if self.world <= MANY:  # small arrays: one call for all is faster
+            bounds = [np.concatenate(bounds)]
+        shape = self.world, *bounds[0].shape[1:]
+        return np.concatenate([self.columns.of(found.reshape(-1, *shape)) for found in bounds])
 
     def stored(self, split: Split) -> np.ndarray:
         """Bytes of weights, their gradients and the optimizer's state per rank."""
         needs = strategy_of(split.layer).needs(split)
+        return self.held(split.layer, [need.layout.numels for need in needs], split.world)
+
+    def held(self, layer: Layer, numels: list[np.ndarray], num_ranks: int) -> np.ndarray:
+        """The same from the numbers of elements of the operands."""
         copies = 2 + self.training.states if self.training.gradients else 1
-        held = np.zeros(split.world)
-        for operand, need in zip(split.layer.operands, needs, strict=True):
+        held = np.zeros(num_ranks)
+        for operand, count in zip(layer.operands, numels, strict=True):
             if operand.kind != "value":
-                held += need.layout.numels * (copies if operand.kind == "param" else 1)
+                held += count * (copies if operand.kind == "param" else 1)
         return held * self.training.itemsize
 
     def saved(self, split: Split) -> np.ndarray:
         """Bytes that the layer keeps for the backward pass per rank."""
-        layer, strategy = split.layer, strategy_of(split.layer)
-        kept = np.zeros(split.world)
+        strategy = strategy_of(split.layer)
+        numels = [need.layout.numels for need in strategy.needs(split)]
+        return self.kept(split.layer, numels, strategy.output(split).numels)
+
+    def kept(self, layer: Layer, numels: list[np.ndarray], made: np.ndarray) -> np.ndarray:
+        """The same from the numbers of elements of the operands and of the output."""
+        strategy, kept = strategy_of(layer), np.zeros(len(made))
         if strategy.keeps(layer):
-            for operand, need in zip(layer.operands, strategy.needs(split), strict=True):
-                kept += need.layout.numels * (operand.kind == "value")
+            for operand, count in zip(layer.operands, numels, strict=True):
+                kept += count * (operand.kind == "value")
         if self._saves(layer):
-            kept += strategy.output(split).numels
-        extra = strategy.output(split).numels * strategy.keeps_bytes
-        return kept * self.training.itemsize + extra
+            kept += made
+        return kept * self.training.itemsize + made * strategy.keeps_bytes
 
     def working(self, split: Split) -> np.ndarray:
         """Bytes per rank that come and go while the layer runs forward or backward."""
@@ -336,25 +355,46 @@ class Costs:
 
     def edge(self, source: Layer, target: Layer, operand: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and bytes between every config of two layers; [source's, target's]."""
+        held, needed, passes = self._ends(source, target, operand)
+        table, pick = self.traffic.table(held, needed), np.ix_(held.index, needed.index)
+        return table.seconds[pick] * passes, table.nbytes[pick] * passes
+
+    def least_edge(self, source: Layer, target: Layer, operand: int) -> np.ndarray:
+        """Seconds between every config of two layers; on large clusters a lower bound of them."""
+        held, needed, passes = self._ends(source, target, operand)
+        key = held.key, needed.key, held.index.tobytes(), needed.index.tobytes(), passes
+        if key not in self._edges:
+            least = self.traffic.least_seconds(held, needed)
+            self._edges[key] = least[np.ix_(held.index, needed.index)] * passes
+        return self._edges[key]
+
+    def sharpen(self, source: Layer, target: Layer, operand: int, row: int, column: int) -> bool:
+        """Puts the exact seconds of a pair of configs into `least_edge`; whether they are more."""
+        if self.world <= MANY:
+            return False
+        least = self.least_edge(source, target, operand)
+        held, needed, passes = self._ends(source, target, operand)
+        exact = self.traffic.table(held.one(row), needed.one(column)).seconds[0, 0] * passes
+        if exact <= least[row, column] * ROUNDING:
+            return False
+        alike = held.index == held.index[row], needed.index == needed.index[column]
+        least[np.ix_(*alike)] = exact
+        return True
+
+    def _ends(self, source: Layer, target: Layer, operand: int) -> tuple[Layouts, Layouts, float]:
         held, needed = self.of(source).outputs, self.of(target).needs[operand]
         assert needed is not None
-        passes = self.passes(source)
-        pair = held.digest, needed.digest
-        key = pair, held.index, needed.index, passes
-        if key not in self._edges:
-            if pair not in self._tables:
-                self._tables[pair] = self._table(held.layouts, needed.layouts)
-            table, pick = self._tables[pair], np.ix_(held.index, needed.index)
-            self._edges[key] = table.seconds[pick] * passes, table.nbytes[pick] * passes
-        return self._edges[key]
+        return held, needed, self.passes(source)
 
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
-        known = self._layers.get(self.key(layer))
-        config = usual(layer, config)
+        key, config = self.key(layer), usual(layer, config)
+        known = self._layers.get(key)
         if known is not None and config in known.places:
             return known, known.places[config]
-        return self.under(layer, (config,)), 0
+        if (key, config) not in self._alone:
+            self._alone[key, config] = self.under(layer, (config,))
+        return self._alone[key, config], 0
 
     def place(self, layer: Layer, config: Config) -> int:
         """Which of a layer's candidates this config is."""
@@ -365,33 +405,30 @@ class Costs:
             )
         return found
 
-    def known_edge(
-        self, source: Layer, target: Layer, operand: int, held: Config, needed: Config
-    ) -> tuple[float, float] | None:
-        """Seconds and bytes between two configs, where both are candidates."""
-        if self.key(source) not in self._layers or self.key(target) not in self._layers:
-            return None
-        row = self.of(source).places.get(usual(source, held))
-        column = self.of(target).places.get(usual(target, needed))
-        if row is None or column is None:
-            return None
-        seconds, nbytes = self.edge(source, target, operand)
-        return float(seconds[row, column]), float(nbytes[row, column])
+    def transfer(
+        self, source: Layer, target: Layer, operand: int, ends: tuple[Config, Config]
+    ) -> tuple[float, float]:
+        """Seconds and bytes between two configs, whether they are candidates or not."""
+        (own, row), (other, column) = self.at(source, ends[0]), self.at(target, ends[1])
+        held, needed, passes = own.outputs, other.needs[operand], self.passes(source)
+        assert needed is not None
+        if not self.traffic.knows(held, needed):
+            held, needed, row, column = held.one(row), needed.one(column), 0, 0
+        table, pick = self.traffic.table(held, needed), (held.index[row], needed.index[column])
+        return float(table.seconds[pick]) * passes, float(table.nbytes[pick]) * passes
 
     def passes(self, source: Layer) -> float:
         """How often a transfer happens: also backward, where gradients flow to its source."""
         flows = self.training.gradients and source.name in self.differentiable
         return 2.0 if flows else 1.0
 
-    def output_table(self, layer: Layer) -> Table:
+    def output_table(self, layer: Layer, held: Layouts | None = None) -> Table:
         """Carrying a model's output to all ranks, from each different layout; one way only."""
-        layouts = self.of(layer).outputs.layouts
+        held = self.of(layer).outputs if held is None else held
         if self.training.output == "local":
-            return Table(np.zeros((len(layouts), 1)), np.zeros((len(layouts), 1)))
-        return self._table(layouts, [Layout.replicated(layer.shape, self.world)])
-
-    def _table(self, sources: list[Layout], targets: list[Layout]) -> Table:
-        return transfer_table(sources, targets, self.training.itemsize, self.network)
+            return Table(*np.zeros((2, len(held), 1)))
+        everywhere = self.columns.of(Layout.replicated(layer.shape, self.world).bounds[None])
+        return self.traffic.table(held, Layouts.of(self.columns, everywhere))
 
 
 def usual(layer: Layer, config: Config) -> Config:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
 from shardwise.cluster import Cluster, Link
+
+ALGORITHMS = 4  # the most that are compared for one sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,51 @@ class Level:
         return busiest / self.link.rate
 
 
+class Ports:
+    """The ports of one level, or some of them; the busiest decides how long a transfer takes."""
+
+    def __init__(self, level: Level, picked: np.ndarray) -> None:
+        self.ranks = np.flatnonzero(np.isin(level.units, level.units[level.starts[picked]]))
+        self.level = Level(level.link, level.units[self.ranks], level.groups[self.ranks])
+        self.edges = np.append(self.level.starts, len(self.ranks))
+        self.unit = np.repeat(np.arange(len(picked)), np.diff(self.edges))
+
+    def __len__(self) -> int:
+        return len(self.level.starts)
+
+    def seconds(self, kept: np.ndarray, sent: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """The time per byte on the busiest port; what ports keep does not pass them.
+
+        [ports, ...] to [...]
+        """
+        if self.level.link.shared:
+            starts = self.level.group_starts
+            sent, needed = (np.add.reduceat(x - kept, starts, axis=0) for x in (sent, needed))
+            busiest = np.maximum(sent, needed)
+        else:
+            busiest = np.maximum(sent, needed)
+            busiest -= kept
+        return busiest.max(axis=0) / self.level.link.rate
+
+
+def some_units(level: Level, count: int) -> np.ndarray:
+    """About so many units of a level: first and last ones of blocks, and others in between.
+
+    Where units share a medium, all units of some groups.
+    """
+    total = len(level.starts)
+    if total <= count:
+        return np.arange(total)
+    if level.link.shared:
+        group = np.repeat(np.arange(len(level.group_starts)), np.diff([*level.group_starts, total]))
+        few = max(1, count * len(level.group_starts) // total)
+        return np.flatnonzero(np.isin(group, np.linspace(0, group[-1], few).astype(int)))
+    edges = np.linspace(0, total, count // 4 + 1).astype(int)
+    within = (np.arange(len(edges) - 1) * 0.618034) % 1.0  # at another place in each block
+    middle = edges[:-1] + (within * np.diff(edges)).astype(int)
+    return np.unique(np.concatenate([edges[:-1], edges[1:] - 1, middle]))
+
+
 @dataclass(frozen=True)
 class _Model:
     """What a sum over some segments takes: (latency, time per byte of a block)."""
@@ -54,6 +102,15 @@ class _Model:
     sums: tuple[tuple[float, float], ...]  # one per algorithm
     scatter: tuple[float, float]
     copies: float  # bytes moved per byte of a block
+
+    @property
+    def row(self) -> list[float]:
+        """The same as one row of numbers; algorithms that do not apply take forever."""
+        sums = [*self.sums, *[(inf, 0.0)] * (ALGORITHMS - len(self.sums))]
+        if not self.sums:
+            sums = [(0.0, 0.0)] * ALGORITHMS
+        fixed, per_byte = zip(*sums, strict=True)
+        return [*fixed, *per_byte, *self.scatter, self.copies]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,41 +161,51 @@ class Network:
         `segments` numbers the segment of each rank (-1: none). The best algorithm counts: the ring,
         recursive halving and doubling with near or far partners first (P5), or two levels of rings.
         """
-        models = self._model(segments).sums
+        models = self._models[self.model(segments)].sums
         times = [fixed + per_byte * nbytes for fixed, per_byte in models]
         return min(times, default=0.0)
 
     def sum_bytes(self, segments: np.ndarray, nbytes: float) -> float:
         """The bytes that a sum moves in all: each rank sends its block nearly twice."""
-        return self._model(segments).copies * nbytes
+        return self._models[self.model(segments)].copies * nbytes
 
     def scatter_seconds(self, segments: np.ndarray, nbytes: float) -> float:
         """The time in which the ranks of every segment exchange equal parts of so many bytes.
 
         A reduce-scatter of partial results, or the all-gather that undoes it.
         """
-        fixed, per_byte = self._model(segments).scatter
+        fixed, per_byte = self._models[self.model(segments)].scatter
         return fixed + per_byte * nbytes
 
+    def model(self, segments: np.ndarray) -> int:
+        """The number of what sums over these segments cost, worked out once."""
+        key = segments.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self._models)
+            self._models.append(self._model(segments))
+            self.__dict__.pop("rows", None)
+        return self._numbers[key]
+
     @cached_property
-    def _models(self) -> dict[bytes, _Model]:
+    def _numbers(self) -> dict[bytes, int]:
         return {}
 
+    @cached_property
+    def _models(self) -> list[_Model]:
+        return []
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Of each model, see `_Model.row`."""
+        return np.array([model.row for model in self._models]).reshape(-1, 2 * ALGORITHMS + 3)
+
     def _model(self, segments: np.ndarray) -> _Model:
-        """What sums over these segments cost, worked out once."""
-        key = segments.tobytes()
-        if key not in self._models:
-            ring = _Ring.of(segments)
-            if ring is None:
-                self._models[key] = _Model((), (0.0, 0.0), 0.0)
-            else:
-                staged = self._highest(ring).link.staged
-                share = 1.0 if staged else 1.0 - 1.0 / ring.sizes
-                copies = float((2.0 * share * np.ones(len(ring.ranks))).sum())
-                self._models[key] = _Model(
-                    tuple(self._algorithms(ring)), self._scatter(ring), copies
-                )
-        return self._models[key]
+        ring = _Ring.of(segments)
+        if ring is None:
+            return _Model((), (0.0, 0.0), 0.0)
+        share = 1.0 if self._highest(ring).link.staged else 1.0 - 1.0 / ring.sizes
+        copies = float((2.0 * share * np.ones(len(ring.ranks))).sum())
+        return _Model(tuple(self._algorithms(ring)), self._scatter(ring), copies)
 
     def _scatter(self, ring: _Ring) -> tuple[float, float]:
         if (level := self._highest(ring)).link.staged:
@@ -268,6 +335,41 @@ class _Ring:
         """The rank that follows each in its segment, the first after the last."""
         last = self.index == self.sizes - 1
         return self.ranks[np.where(last, self.positions - self.sizes + 1, self.positions + 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums or exchanges inside segments, for many configs at once."""
+
+    network: Network
+    places: np.ndarray  # of the configs among those of a layer
+    models: np.ndarray  # of each config's segments, see Network.model
+    nbytes: np.ndarray  # of a block
+    users: np.ndarray  # the same number where the same ranks have blocks
+
+    @classmethod
+    def none(cls, network: Network) -> Sums:
+        empty = np.zeros(0, dtype=np.int64)
+        return cls(network, empty, empty, np.zeros(0), empty)
+
+    def where(self, mask: np.ndarray) -> Sums:
+        arrays = (self.places, self.models, self.nbytes, self.users)
+        return Sums(self.network, *(array[mask] for array in arrays))
+
+    def seconds(self) -> np.ndarray:
+        """See Network.sum_seconds."""
+        models = self.network.rows[self.models]
+        fixed, per_byte = models[:, :ALGORITHMS], models[:, ALGORITHMS : 2 * ALGORITHMS]
+        return (fixed + per_byte * self.nbytes[:, None]).min(axis=1)
+
+    def bytes(self) -> np.ndarray:
+        """See Network.sum_bytes."""
+        return self.network.rows[self.models, -1] * self.nbytes
+
+    def scatter_seconds(self) -> np.ndarray:
+        """See Network.scatter_seconds."""
+        models = self.network.rows[self.models]
+        return models[:, -3] + models[:, -2] * self.nbytes
 
 
 MIX = np.random.default_rng(7).integers(1, 1 << 62, size=32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -14,11 +14,9 @@ from shardwise.config import Config
 from shardwise.cost import Costs, value_operands
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
-from shardwise.layout import Layout
 from shardwise.plan import Plan, fit
 from shardwise.search import Problem, solve
-from shardwise.strategies import Split, strategy_of
-from shardwise.traffic import transfer_table
+from shardwise.strategies import Split
 
 GIB = 1 << 30
 
@@ -76,18 +74,20 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
     """What this plan costs, from the same functions that the search minimises."""
     graph = costs.graph
     rows, stored, working = [], np.zeros(plan.world), np.zeros(plan.world)
+    memory: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
     for layer in graph.layers:
         if layer.op == "input":
             continue
         config = plan.config(layer, graph)
-        split = Split.of(layer, config, plan.world)
         own, place = costs.at(layer, config)
         transfer, moved = float(own.transfer[place]), float(own.moved[place])
         for index, name in value_operands(layer):
             seconds, nbytes = _carried(plan, costs, layer, index, name)
             transfer, moved = transfer + seconds, moved + nbytes
-        stored += costs.stored(split) + (costs.saved(split) if costs.training.gradients else 0.0)
-        working = np.maximum(working, costs.working(split))
+        if (key := (costs.key(layer), config)) not in memory:
+            memory[key] = _memory(Split.of(layer, config, plan.world), costs)
+        stored += memory[key][0]
+        working = np.maximum(working, memory[key][1])
         rows.append(
             Row(
                 layer.name,
@@ -104,32 +104,28 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
     return Prediction(tuple(rows), round(float((stored + working).max())))
 
 
+def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes per rank that a layer holds all the time, and while it runs."""
+    kept = costs.saved(split) if costs.training.gradients else 0.0
+    return costs.stored(split) + kept, costs.working(split)
+
+
 def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> tuple[float, float]:
     """The transfer of one operand: seconds and bytes."""
     graph, source = costs.graph, costs.graph[name]
     if source.op == "input":
         return 0.0, 0.0  # every rank reads its own part
-    ends = plan.config(source, graph), plan.config(layer, graph)
-    known = costs.known_edge(source, layer, index, *ends)
-    if known is not None:
-        return known
-    held = strategy_of(source).output(Split.of(source, ends[0], plan.world))
-    split = Split.of(layer, ends[1], plan.world)
-    needed = strategy_of(layer).needs(split)[index].layout
-    table = transfer_table([held], [needed], costs.training.itemsize, costs.network)
-    times = costs.passes(source)
-    return float(table.seconds[0, 0]) * times, float(table.nbytes[0, 0]) * times
+    return costs.transfer(
+        source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
+    )
 
 
 def _output_row(plan: Plan, costs: Costs, name: str) -> Row:
     """Carrying an output to all ranks, for the user's loss."""
     layer = costs.graph[name]
-    config = plan.config(layer, costs.graph)
-    held = strategy_of(layer).output(Split.of(layer, config, plan.world))
-    everywhere = [Layout.replicated(layer.shape, plan.world)]
-    table = transfer_table([held], everywhere, costs.training.itemsize, costs.network)
-    full = costs.training.output == "full"
-    seconds, moved = (float(t[0, 0]) * full for t in (table.seconds, table.nbytes))
+    own, place = costs.at(layer, plan.config(layer, costs.graph))
+    table = costs.output_table(layer, own.outputs.one(place))
+    seconds, moved = float(table.seconds[0, 0]), float(table.nbytes[0, 0])
     return Row(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
 
 
@@ -147,13 +143,21 @@ class Planner:
         most_workers({la.name: costs.of(la).configs for la in self.layers}, costs.world)
 
     @cached_property
-    def _edges(self) -> list[tuple[int, int, np.ndarray]]:
+    def _reads(self) -> list[tuple[int, int, int]]:
+        """Who reads whom: the places of both layers, and which operand it is."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
         return [
-            (place[name], place[layer.name], self.costs.edge(self.graph[name], layer, index)[0])
+            (place[name], place[layer.name], operand)
             for layer in self.layers
-            for index, name in value_operands(layer)
+            for operand, name in value_operands(layer)
             if name in place
+        ]
+
+    @cached_property
+    def _edges(self) -> list[tuple[int, int, np.ndarray]]:
+        return [
+            (u, v, self.costs.least_edge(self.layers[u], self.layers[v], operand))
+            for u, v, operand in self._reads
         ]
 
     def problem(self, hidden: float = 0.0, price: float = 0.0) -> Problem:
@@ -179,11 +183,25 @@ class Planner:
     def best(self, hidden: float = 0.0, price: float = 0.0) -> Plan:
         """The plan of least cost."""
         solution = solve(self.problem(hidden, price))
+        while self._sharpen(solution.choices):
+            solution = solve(self.problem(hidden, price))
         chosen = {
             layer.name: self.costs.of(layer).configs[choice]
             for layer, choice in zip(self.layers, solution.choices, strict=True)
         }
         return complete(self.graph, self.costs.world, chosen)
+
+    def _sharpen(self, choices: Sequence[int]) -> bool:
+        """Makes the costs of transfers between these choices exact; whether any was too low.
+
+        On large clusters transfers are first judged by some of the ranks, which bounds them from
+        below. Choices that are still the best when their own costs are exact are the best of all.
+        """
+        raised = [
+            self.costs.sharpen(self.layers[u], self.layers[v], operand, choices[u], choices[v])
+            for u, v, operand in self._reads
+        ]
+        return any(raised)
 
     def under(self, cap: int) -> tuple[Plan, Prediction]:
         """The best plan found whose ranks hold at most so many bytes: memory gets a price."""
