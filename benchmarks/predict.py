@@ -3,8 +3,9 @@
     python benchmarks/predict.py [--workers 2] [--batch 32] [--rounds 9]
 
 In every round the machine is probed (layers as the plans need them, on every rank; links), and one
-step of each plan is run. Prints the median of the steps that are simulated from each round's times,
-the median of the measured ones with its quartiles, and the error. The aim is 10 %.
+step of each plan is run. The latency of messages amid computation comes from three other plans, run
+in the same rounds. Prints the median of the steps that are simulated from each round's times, the
+median of the measured ones with its quartiles, and the error. The aim is 10 %.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from shardwise import Plan, capture, parallelize, run_local, zoo
+from shardwise.calibrate import Step, calibrated, calibration_plans
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.cost import Costs, Roofline, Training
@@ -101,6 +103,9 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
     plans = uniform_plans(graph, workers)
     local = Cluster.load("local").with_workers(workers)
     plans["planned"] = Planner(Costs(graph, local, training=training)).best()
+    count = len(plans)
+    others = calibration_plans(graph, workers)
+    plans |= {f"to calibrate {number}": plan for number, plan in enumerate(others)}
     splits = [
         Split(layer, plan.config(layer, graph), workers)
         for plan in plans.values()
@@ -115,6 +120,18 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
         Measured([rank[i].layers for rank in ranks], Roofline(cluster.device), first)
         for i in range(rounds)
     ]
+    measured = [
+        [max(rank[i].steps[place] for rank in ranks) for i in range(rounds)]
+        for place in range(len(plans))
+    ]
+    cluster = calibrated(
+        cluster,
+        [
+            Step(plan, graph, timer, training, steps[i])
+            for plan, steps in list(zip(plans.values(), measured, strict=True))[count:]
+            for i, timer in enumerate(timers)
+        ],
+    )
     link = cluster.links[0]
     print(
         f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed; messages "
@@ -123,8 +140,7 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
         f"memory {cluster.device.memory_bandwidth / 1e9:.1f} GB/s"
     )
     rows = []
-    for place, (label, plan) in enumerate(plans.items()):
-        steps = [max(rank[i].steps[place] for rank in ranks) for i in range(rounds)]
+    for (label, plan), steps in list(zip(plans.items(), measured, strict=True))[:count]:
         simulated = [simulate(plan, graph, cluster, timer, training).seconds for timer in timers]
         predicted = statistics.median(simulated)
         low, median, high = statistics.quantiles(steps, n=4)

@@ -27,6 +27,7 @@ DECIDE = {
     "program",
     "network",
     "traffic",
+    "calibrate",
     "candidates",
     "columns",
     "stacks",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Communicator, Pending
+from shardwise.comm import About, Communicator, Pending
 from shardwise.engine import Engine
 from shardwise.program import Program, Run
 
@@ -33,6 +33,7 @@ class Buffer:
 class Chunk:
     """Layers whose gradients are summed together."""
 
+    label: str
     runs: frozenset[int]  # positions in the backward pass; the last one completes the chunk
     buffers: list[Buffer]
 
@@ -75,7 +76,7 @@ class GradientSums:
             runs = positions[start : start + count]
             names = [name for run in runs for name in layers[run]]
             buffers = _buffers(names, program, params, comm.rank)
-            chunks.append(Chunk(frozenset(runs), buffers))
+            chunks.append(Chunk(_label(names), frozenset(runs), buffers))
             start += count
         used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
         held = {n: params[n] for n in used if program.params[n].numels[comm.rank]}
@@ -114,9 +115,10 @@ class GradientSums:
         """A step of the backward pass is done: starts the sums that it completes."""
         for chunk in self.chunks:
             if position == max(chunk.runs):
+                about = About(f"the gradients of {chunk.label}", "gradients")
                 for buffer in chunk.buffers:
                     self._zero(buffer)
-                    self.pending.append(self.comm.all_reduce(buffer.ranks, buffer.data))
+                    self.pending.append(self.comm.all_reduce(buffer.ranks, buffer.data, about))
 
     def _zero(self, buffer: Buffer) -> None:
         """A rank without samples adds nothing."""
@@ -135,6 +137,12 @@ class GradientSums:
         found = self._views | self.whole
         self.pending, self.written, self.whole = [], set(), {}
         return found
+
+
+def _label(names: list[str]) -> str:
+    """The layers that these parameters belong to."""
+    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
 def _buffers(

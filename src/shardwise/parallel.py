@@ -9,11 +9,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _pytree as pytree
 
 from shardwise.box import Box
 from shardwise.capture import Captured
-from shardwise.comm import Communicator
+from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.exchange import memory_format_of, start
@@ -32,6 +36,7 @@ from shardwise.stored import (
     resolve,
     weightless,
 )
+from shardwise.trace import Trace
 
 
 def parallelize(
@@ -218,7 +223,10 @@ class ParallelModel(nn.Module):
         values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
         if state.output == "full":
             layouts = program.layouts
-            full = [start(to_all(layouts[name]), y, state.comm) for name, y in values.items()]
+            full = [
+                start(to_all(layouts[name]), y, state.comm, About(f"{name} to all"))
+                for name, y in values.items()
+            ]
             values = {name: wait() for name, wait in zip(values, full, strict=True)}
         if state.output == "full" and state.comm.size > 1:
             # One memory format on all ranks, so that their losses agree to the bit.
@@ -277,6 +285,32 @@ class ParallelModel(nn.Module):
                 counter = getattr(module, "num_batches_tracked", None)
                 if counter is not None and module.training:
                     counter.add_(1)
+
+    @contextmanager
+    def record(self) -> Iterator[Trace]:
+        """Notes what every rank does within, optimizer steps included; all ranks take part.
+
+        >>> with model.record() as trace:
+        ...     loss_fn(model(x), y).backward()
+        ...     optimizer.step()
+        >>> trace.overlap, trace.exposed
+        """
+        comm, trace = self._shardwise.comm, Trace(self._shardwise.comm.size)
+        comm.gather_objects(None)  # all begin at the same time, which is zero on every rank
+        comm.timeline.begin()
+        hooks = [
+            register_optimizer_step_pre_hook(
+                lambda *_: (comm.timeline.switch("optimizer", "update"), None)[1]
+            ),
+            register_optimizer_step_post_hook(lambda *_: (comm.timeline.switch(), None)[1]),
+        ]
+        try:
+            yield trace
+        finally:
+            for hook in hooks:
+                hook.remove()
+            events = comm.timeline.end()
+        trace.spans += Trace.of_ranks(comm.gather_objects([tuple(e) for e in events])).spans
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.box import Box
-from shardwise.comm import Communicator
+from shardwise.comm import About, Communicator
 from shardwise.exchange import carry, start
 from shardwise.gradients import GradientSums
 from shardwise.program import Cut, Move, Op, Program, Run, Source
@@ -55,7 +56,9 @@ class Runtime:
             if isinstance(step, Run):
                 values |= self._run(step, {name: value(name) for name in step.inputs}, record)
             elif isinstance(step, Move):
-                pending[step.target] = start(step.transfer, value(step.source), self.comm)
+                pending[step.target] = start(
+                    step.transfer, value(step.source), self.comm, About(step.target)
+                )
             else:
                 values[step.target] = cut(
                     value(step.source), self.program.boxes[step.target], step.need.fill
@@ -83,10 +86,18 @@ class Runtime:
         return {name: y.detach() for name, y in outputs.items()}
 
     def _compute(self, run: Run, values: Tensors) -> Tensors:
-        like = next(iter(values.values()), None)
+        like, timeline = next(iter(values.values()), None), self.comm.timeline
         for op in run.ops:
-            values[op.result] = self._op(op, values, like)
+            timeline.switch(op.local.layer.name, "forward")
+            values[op.result] = y = self._op(op, values, like)
+            if timeline.on and y.requires_grad:
+                y.register_hook(partial(self._turn, op.local.layer.name))
+        timeline.switch()
         return values
+
+    def _turn(self, name: str, _: torch.Tensor) -> None:
+        """The gradient of a layer's output is there: the next thing is its backward pass."""
+        self.comm.timeline.switch(name, "backward")
 
     def _op(self, op: Op, values: Tensors, like: torch.Tensor | None) -> torch.Tensor:
         tensors = [
@@ -106,17 +117,19 @@ class Runtime:
         bound = self.program.bound
         if op.result not in bound:
             module = self.modules.get(op.local.attrs.get("module", None))
-            total = None if op.sums is None else self._sum(op.sums)
-            gather = tuple(self._gather(transfer) for transfer in op.gathers)
+            name = op.local.layer.name
+            total = None if op.sums is None else self._sum(op.sums, f"{name} statistics")
+            gather = tuple(self._gather(transfer, f"{name} gathered") for transfer in op.gathers)
             bound[op.result] = replace(op.local, module=module, sum=total, gather=gather)
         return bound[op.result]
 
-    def _gather(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: carry(transfer, x, self.comm)
+    def _gather(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        about = About(name, "gradients")
+        return lambda x: carry(transfer, x, self.comm, about)
 
-    def _sum(self, transfer: Transfer) -> Callable[[torch.Tensor], torch.Tensor]:
-        shape = transfer.source[self.comm.rank].shape
-        return lambda x: carry(transfer, x.reshape(shape), self.comm).view(x.shape)
+    def _sum(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        shape, about = transfer.source[self.comm.rank].shape, About(name, "statistics")
+        return lambda x: carry(transfer, x.reshape(shape), self.comm, about).view(x.shape)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -130,7 +143,9 @@ class Runtime:
                 sums.after(position)
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
-                back = start(step.transfer.transpose, gradient, self.comm)
+                back = start(
+                    step.transfer.transpose, gradient, self.comm, About(f"{step.source} gradient")
+                )
                 flow.add_later(step.source, back)
             else:
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
@@ -154,12 +169,14 @@ class Runtime:
             return
         wanted = [*leaves.values(), *stored.values()]
         found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        self.comm.timeline.switch("gradients packed", "copy")
         for name, gradient in zip(leaves, found, strict=False):
             if gradient is not None:
                 flow.add(name, gradient)
         for name, gradient in zip(stored, found[len(leaves) :], strict=True):
             if gradient is not None:
                 sums.add(name, gradient)
+        self.comm.timeline.switch()
 
     def _zeros(self, name: str, flow: _Flow, gradients: Tensors) -> Callable[[], torch.Tensor]:
         like = next(iter(gradients.values()))

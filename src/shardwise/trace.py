@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,39 @@ class Span:
         return self.ends - self.starts
 
 
+# Of one rank: name, kind, lane, start, end, and the seconds it was blocked on a communication.
+Activity = tuple[str, str, str, float, float, float | None]
+
+
+def _merged(activities: dict[int, Activity], world: int) -> Span:
+    name, kind, lane, first, *_ = next(iter(activities.values()))
+    starts, ends, blocked = np.full(world, first), np.full(world, first), np.zeros(world)
+    waits = False
+    for rank, (_, _, _, start, end, wait) in activities.items():
+        starts[rank], ends[rank] = start, end
+        waits, blocked[rank] = wait is not None, wait or 0.0
+    return Span(name, kind, lane, starts, ends, blocked if waits else None)
+
+
 @dataclass(eq=False)
 class Trace:
     """The spans of one training step."""
 
     world: int
     spans: list[Span] = field(default_factory=list)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Sequence[Activity]]) -> Trace:
+        """One trace from what every rank noted; activities of one name go together in order."""
+        found: dict[tuple[Any, ...], dict[int, Activity]] = {}
+        for rank, activities in enumerate(ranks):
+            seen: Counter[tuple[str, ...]] = Counter()
+            for activity in activities:
+                kind = activity[:3]
+                found.setdefault((*kind, seen[kind]), {})[rank] = activity
+                seen[kind] += 1
+        spans = [_merged(own, len(ranks)) for own in found.values()]
+        return cls(len(ranks), sorted(spans, key=lambda span: float(span.starts.min())))
 
     @property
     def seconds(self) -> float:
@@ -74,6 +102,15 @@ class Trace:
         """The part of communication that was hidden (P3, equation 11), from 0 to 1."""
         total = float(self.communication.sum())
         return float((total - self.exposed.sum()) / total) if total > 0 else 1.0
+
+    @property
+    def kinds(self) -> dict[str, np.ndarray]:
+        """Seconds per rank of every kind of activity; what blocks counts, not what flies."""
+        found: dict[str, np.ndarray] = {}
+        for span in self.spans:
+            seconds = span.seconds if span.blocked is None else span.blocked
+            found[span.kind] = found.get(span.kind, np.zeros(self.world)) + seconds
+        return found
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -1,6 +1,17 @@
 """Communication between ranks."""
 
-from shardwise.comm.communicator import Communicator, Pending
+from shardwise.comm.communicator import ANYTHING, About, Communicator, LostPeer, Pending
 from shardwise.comm.recording import Recording, Sent
+from shardwise.comm.timeline import Event, Timeline
 
-__all__ = ["Communicator", "Pending", "Recording", "Sent"]
+__all__ = [
+    "ANYTHING",
+    "About",
+    "Communicator",
+    "Event",
+    "LostPeer",
+    "Pending",
+    "Recording",
+    "Sent",
+    "Timeline",
+]

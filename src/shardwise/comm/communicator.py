@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardwise.comm.timeline import Timeline
+from shardwise.errors import ShardwiseError
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
@@ -19,19 +24,88 @@ FEW = 8  # ranks that exchange messages directly
 SMALL = 64 << 10  # bytes of a sum that is sent whole to every rank
 
 
+@dataclass(frozen=True)
+class About:
+    """What a communication is for: in traces, and in the message when it fails."""
+
+    name: str = "a tensor"
+    kind: str = "transfer"  # or statistics, gradients
+
+
+ANYTHING = About()
+
+
+class LostPeer(ShardwiseError):
+    """A rank that died, or was cut off, while another waited for it."""
+
+
 class Pending:
     """Messages under way; `wait` returns when all buffers may be read and written."""
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._finish = finish
+    def __init__(
+        self,
+        works: list[Any],
+        finish: Callable[[], None] | None = None,
+        flight: Flight | None = None,
+    ) -> None:
+        self._works, self._finish, self._flight = works, finish, flight
+        if flight is not None and works:
+            flight.watch(works)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._works and self._flight is not None:
+            self._flight.wait(self._works)
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
+
+
+class Flight:
+    """One communication: who waits for whom, for what, and how long."""
+
+    def __init__(self, comm: Communicator, action: str, peers: Iterable[int], about: About) -> None:
+        self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
+        self._begin = self._landed = comm.timeline.now() if comm.timeline.on else 0.0
+
+    def watch(self, works: list[Any]) -> None:
+        """Notes when the last message has arrived, whether or not anybody waits for it yet."""
+        if self.comm.timeline.on:
+            for work in works:
+                future = getattr(work, "get_future", None)
+                if future is not None:
+                    with suppress(RuntimeError):  # not every kind of work has one
+                        future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self._landed = max(self._landed, self.comm.timeline.now())
+
+    def wait(self, works: list[Any]) -> None:
+        timeline = self.comm.timeline
+        before = timeline.switch()
+        start = timeline.now()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise LostPeer(self._complaint(str(error))) from error
+        if timeline.on:
+            end = timeline.now()
+            landed = self._landed if self._landed > self._begin else end
+            lane = "gradients" if self.about.kind == "gradients" else "transfers"
+            timeline.add(
+                self.about.name, self.about.kind, lane, self._begin, min(landed, end), end - start
+            )
+            timeline.switch(*before)
+
+    def _complaint(self, reason: str) -> str:
+        comm = self.comm
+        others = [str(comm.name_of(peer)) for peer in self.peers if peer != comm.rank]
+        plural = "s" if len(others) > 1 else ""
+        first = reason.strip().splitlines()[0] if reason.strip() else "the connection was lost"
+        return (
+            f"rank {comm.name_of(comm.rank)} waited for rank{plural} {', '.join(others)} in the "
+            f"{self.action} of {self.about.name}, which did not come: {first}"
+        )
 
 
 class Communicator:
@@ -43,8 +117,8 @@ class Communicator:
     """
 
     def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
-        self.timeout, self.lane = timeout, lane
-        self.group = group
+        self.timeout, self.lane, self.group = timeout, lane, group
+        self.timeline = Timeline()
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
             return
@@ -52,11 +126,17 @@ class Communicator:
         self._global = tuple(dist.get_process_group_ranks(group))
         self._backend = dist.get_backend(group)
 
-    def exchange(self, sends: Messages, receives: Messages) -> Pending:
-        """Sends every tensor to its peer and fills every buffer from its peer."""
-        return self._exchange(sends, receives)
+    def name_of(self, rank: int) -> int:
+        """The number of a rank of this group among all processes."""
+        return self._global[rank]
 
-    def _exchange(self, sends: Messages, receives: Messages) -> Pending:
+    def exchange(
+        self, sends: Messages, receives: Messages, about: About = ANYTHING, action: str = "exchange"
+    ) -> Pending:
+        """Sends every tensor to its peer and fills every buffer from its peer."""
+        return self._exchange(sends, receives, about, action)
+
+    def _exchange(self, sends: Messages, receives: Messages, about: About, action: str) -> Pending:
         sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
         if self._backend == "nccl":
@@ -75,30 +155,41 @@ class Communicator:
                 if buffer is not arrived:
                     buffer.copy_(arrived)
 
-        return Pending(works, finish)
+        peers = dict.fromkeys([p for p, _ in receives] + [p for p, _ in sends])
+        return Pending(works, finish, Flight(self, action, peers, about))
 
-    def all_gather(self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any) -> Pending:
+    def all_gather(
+        self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
+    ) -> Pending:
         """Fills one part per rank of the group with that rank's x."""
         if self._directly(ranks):
             parts[ranks.index(self.rank)].copy_(x)
             others = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-            return self._exchange([(rank, x) for rank, _ in others], others)
+            return self._exchange([(rank, x) for rank, _ in others], others, about, "gather")
         staged = [self._stage(part, empty=True) for part in parts]
         x = self._stage(x)
         work = dist.all_gather(staged, x, self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back(parts, staged, x))
+        flight = Flight(self, "gather", ranks, about)
+        return Pending([work], lambda: _copy_back(parts, staged, x), flight)
 
-    def reduce_scatter(self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(
+        self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
+    ) -> Pending:
         """Fills y with the sum over the group of this rank's part."""
         if self._directly(ranks):
-            return self._sum_directly(ranks, y, parts)
+            return self._sum_directly(ranks, y, parts, about)
         staged = self._stage(y, empty=True)
         parts = [self._stage(part) for part in parts]
         work = dist.reduce_scatter(staged, parts, group=self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back([y], [staged], parts))
+        flight = Flight(self, "sum of parts", ranks, about)
+        return Pending([work], lambda: _copy_back([y], [staged], parts), flight)
 
     def all_to_all(
-        self, ranks: tuple[int, ...], receives: list[torch.Tensor], sends: list[torch.Tensor]
+        self,
+        ranks: tuple[int, ...],
+        receives: list[torch.Tensor],
+        sends: list[torch.Tensor],
+        about: About = ANYTHING,
     ) -> Pending:
         """Sends one tensor to each rank of the group and receives one from each."""
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
@@ -120,17 +211,20 @@ class Communicator:
                 buffer.copy_(part.view(buffer.shape))
             _ = outgoing
 
-        return Pending([work], finish)
+        return Pending([work], finish, Flight(self, "exchange", ranks, about))
 
-    def all_reduce(self, ranks: tuple[int, ...], x: torch.Tensor) -> Pending:
+    def all_reduce(
+        self, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+    ) -> Pending:
         """Replaces x by its sum over the group."""
         if len(ranks) == 1:
             return Pending([])
         if self._directly(ranks) and x.numel() * x.element_size() <= SMALL:
-            return self._sum_directly(ranks, x, [x.clone()] * len(ranks))
+            return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
         staged = self._stage(x)
         work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back([x], [staged], None))
+        flight = Flight(self, "sum", ranks, about)
+        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
 
     def _directly(self, ranks: tuple[int, ...]) -> bool:
         """Whether a few messages beat the backend's collective.
@@ -139,11 +233,13 @@ class Communicator:
         """
         return self._backend == "gloo" and len(ranks) <= FEW
 
-    def _sum_directly(self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor]) -> Pending:
+    def _sum_directly(
+        self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About
+    ) -> Pending:
         """Sends every rank its part; the sum is in rank order, so that all get the same bits."""
         arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
         sends = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-        pending = self._exchange(sends, list(arrived.items()))
+        pending = self._exchange(sends, list(arrived.items()), about, "sum")
         arrived[self.rank] = parts[ranks.index(self.rank)]
 
         def finish() -> None:
@@ -160,7 +256,9 @@ class Communicator:
             return Pending([])
         staged = self._stage(x)
         work = dist.broadcast(staged, self._global[root], self.group, async_op=True)
-        return Pending([work], lambda: _copy_back([x], [staged], None))
+        about = About("the parameters")
+        flight = Flight(self, "broadcast", (root,) if self.rank != root else (), about)
+        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value (small, plain data), in rank order."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.communicator import Communicator, Messages, Pending
+from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,41 @@ class Recording(Communicator):
         if peer != self.rank:
             self.sent.append(Sent("message", (peer,), tensor.numel() * tensor.element_size()))
 
-    def exchange(self, sends: Messages, receives: Messages) -> Pending:
+    def exchange(
+        self, sends: Messages, receives: Messages, about: About = ANYTHING, action: str = "exchange"
+    ) -> Pending:
         for peer, tensor in sends:
             self._note(peer, tensor)
-        return super().exchange(sends, receives)
+        return super().exchange(sends, receives, about, action)
 
-    def all_gather(self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any) -> Pending:
+    def all_gather(
+        self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
+    ) -> Pending:
         for peer in ranks:
             self._note(peer, x)
-        return super().all_gather(ranks, parts, x)
+        return super().all_gather(ranks, parts, x, about)
 
-    def reduce_scatter(self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor]) -> Pending:
+    def reduce_scatter(
+        self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
+    ) -> Pending:
         for peer, part in zip(ranks, parts, strict=True):
             self._note(peer, part)
-        return super().reduce_scatter(ranks, y, parts)
+        return super().reduce_scatter(ranks, y, parts, about)
 
     def all_to_all(
-        self, ranks: tuple[int, ...], receives: list[torch.Tensor], sends: list[torch.Tensor]
+        self,
+        ranks: tuple[int, ...],
+        receives: list[torch.Tensor],
+        sends: list[torch.Tensor],
+        about: About = ANYTHING,
     ) -> Pending:
         for peer, tensor in zip(ranks, sends, strict=True):
             self._note(peer, tensor)
-        return super().all_to_all(ranks, receives, sends)
+        return super().all_to_all(ranks, receives, sends, about)
 
-    def all_reduce(self, ranks: tuple[int, ...], x: torch.Tensor) -> Pending:
+    def all_reduce(
+        self, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+    ) -> Pending:
         if len(ranks) > 1:
             self.sent.append(Sent("sum", ranks, x.numel() * x.element_size()))
-        return super().all_reduce(ranks, x)
+        return super().all_reduce(ranks, x, about)
