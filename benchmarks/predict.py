@@ -3,9 +3,9 @@
     python benchmarks/predict.py [--workers 2] [--batch 32] [--rounds 9]
 
 In every round the machine is probed (layers as the plans need them, on every rank; links), and one
-step of each plan is run. The latency of messages amid computation comes from three other plans, run
-in the same rounds. Prints the median of the steps that are simulated from each round's times, the
-median of the measured ones with its quartiles, and the error. The aim is 10 %.
+step of each plan is run. The overheads of messages amid computation come from three other plans,
+run in the same rounds. Prints the median of the steps that are simulated from each round's times,
+the median of the measured ones with its quartiles, and the error. The aim is 10 %.
 """
 
 from __future__ import annotations
@@ -134,10 +134,11 @@ def compare(name: str, workers: int, batch: int, rounds: int) -> list[dict[str, 
     )
     link = cluster.links[0]
     print(
-        f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed; messages "
-        f"{1e6 * link.latency:.0f} us, {link.bandwidth / 1e9:.2f} GB/s; sums "
-        f"{1e6 * (link.sum_latency or 0):.0f} us, {(link.sum_bandwidth or 0) / 1e9:.2f} GB/s; "
-        f"memory {cluster.device.memory_bandwidth / 1e9:.1f} GB/s"
+        f"{name}, batch {batch}, {workers} workers: {len(wanted)} shares timed\n"
+        f"  messages {1e6 * link.latency:.0f} us and {1e6 * link.post:.0f} us of own time, "
+        f"{link.bandwidth / 1e9:.2f} GB/s; sums {1e6 * (link.sum_latency or 0):.0f} us, "
+        f"{(link.sum_bandwidth or 0) / 1e9:.2f} GB/s, {100 * link.overlap:.0f} % hidden; memory "
+        f"{cluster.device.memory_bandwidth / 1e9:.1f} GB/s"
     )
     rows = []
     for (label, plan), steps in list(zip(plans.items(), measured, strict=True))[:count]:

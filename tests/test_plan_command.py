@@ -119,6 +119,7 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     assert set(data) == {
         "workers", "cluster", "step_seconds", "cost_seconds", "compute_seconds",
         "transfer_seconds", "update_seconds", "bytes", "memory", "layers", "rivals",
+            "alternatives",
     }  # fmt: skip
     assert data["workers"] == 4 and data["cluster"] == "4x10Gb"
     assert [row["layer"] for row in data["layers"]] == ["0", "1", "2", "3", "output of 3"]

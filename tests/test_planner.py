@@ -101,7 +101,9 @@ def test_the_prediction_of_the_best_plan_is_what_the_search_minimised(
     costs = small(cluster)
     planner = Planner(costs)
     best = planner.best(hidden)
-    choices = [costs.place(layer, best.layers[layer.name]) for layer in planner.layers]
+    choices = [
+        costs.of(layer).places[usual(layer, best.layers[layer.name])] for layer in planner.layers
+    ]
     predicted = predict(best, costs)
     expected = predicted.seconds - hidden * predicted.update
     assert total(planner.problem(hidden), choices) == pytest.approx(expected)

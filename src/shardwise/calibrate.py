@@ -1,14 +1,14 @@
-"""The latency that messages have amid computation, from steps that were really run.
+"""What messages cost amid computation, from steps that were really run.
 
 On an idle machine a message takes less: in a step, the threads that move it wait for a core, and
-ranks wait for the slowest of them. So a few steps are run, and simulated with latencies that make
-both agree.
+ranks wait for the slowest of them. So a few steps are run, and the overheads of the simulation are
+those that make both agree best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.simulate import simulate
 
-LEAST = 1e-6  # seconds
-UNIT = 1e-3
-SEEDS = (11, 12)
+LEAST, TINY = 0.1, 1e-7  # a factor, and seconds
+SEED = 11
+TRUST = 0.02  # an overhead that is twice the probed one weighs as much as an error of 2 %
 
 
 @dataclass(frozen=True)
@@ -34,49 +34,66 @@ class Step:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Overheads:
+    """What communication costs amid computation; steps take longer in proportion to each."""
+
+    message: float  # seconds, as the others; see Link
+    sum: float
+    post: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Overheads:
+        link = cluster.links[0]
+        return cls(link.latency, link.sum_latency or link.latency, link.post)
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The same cluster with these overheads."""
+        link, *others = cluster.links
+        changed = {"latency": self.message, "post": self.post}
+        changed |= {"sum_latency": self.sum} if link.sum_bandwidth else {}
+        return cluster.model_copy(update={"links": (link.model_copy(update=changed), *others)})
+
+
 def calibrated(cluster: Cluster, steps: Sequence[Step]) -> Cluster:
-    """The cluster with latencies of messages and of sums that explain these steps best."""
+    """The cluster with the overheads that explain these steps best."""
+    probed = tuple(max(seconds, TINY) for seconds in astuple(Overheads.of(cluster)))
     rows, missing = [], []
     for step in steps:
-        none, messages, sums = (
+        base, *raised = (
             simulate(step.plan, step.graph, changed, step.timer, step.training).seconds
-            for changed in (
-                with_latencies(cluster, 0.0, 0.0),
-                with_latencies(cluster, UNIT, 0.0),
-                with_latencies(cluster, 0.0, UNIT),
-            )
+            for changed in (Overheads(*values).on(cluster) for values in _each_doubled(probed))
         )
-        # Relative to the step, so that short steps count as much as long ones.
-        rows.append([(messages - none) / UNIT / step.seconds, (sums - none) / UNIT / step.seconds])
-        missing.append((step.seconds - none) / step.seconds)
-    return with_latencies(cluster, *_fitted(np.array(rows), np.array(missing)))
+        # In parts of the step, so that short steps count as much as long ones.
+        rows.append([(seconds - base) / step.seconds for seconds in raised])
+        missing.append((step.seconds - base) / step.seconds)
+    factors = 1.0 + _fitted(np.array(rows), np.array(missing))
+    found = np.maximum(factors, LEAST) * probed
+    return Overheads(*map(float, found)).on(cluster)
 
 
-def _fitted(rows: np.ndarray, missing: np.ndarray) -> tuple[float, float]:
-    """The two latencies, neither of them negative; one alone where the other would be."""
-    best, least = (LEAST, LEAST), float(np.sum(missing**2))
-    for columns in ([0, 1], [0], [1]):
-        found, *_ = np.linalg.lstsq(rows[:, columns], missing, rcond=None)
-        error = float(np.sum((rows[:, columns] @ found - missing) ** 2))
-        if (found >= 0).all() and error < least:
-            both = np.full(2, LEAST)
-            both[columns] = np.maximum(found, LEAST)
-            best, least = (float(both[0]), float(both[1])), error
-    return best
+def _each_doubled(values: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
+    """The values, and the values with the first, the second, ... twice as large."""
+    yield values
+    for place in range(len(values)):
+        yield (*values[:place], 2.0 * values[place], *values[place + 1 :])
 
 
-def with_latencies(cluster: Cluster, messages: float, sums: float) -> Cluster:
-    """The same cluster with other latencies of its nearest links."""
-    link, *others = cluster.links
-    changed = {"latency": messages} | ({"sum_latency": sums} if link.sum_bandwidth else {})
-    return cluster.model_copy(update={"links": (link.model_copy(update=changed), *others)})
+def _fitted(rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """How much larger each overhead is; those that the steps hardly show stay as probed."""
+    trust = TRUST * np.sqrt(len(rows)) * np.eye(rows.shape[1])
+    rows = np.concatenate([rows, trust])
+    missing = np.concatenate([missing, np.zeros(len(trust))])
+    return np.linalg.lstsq(rows, missing, rcond=None)[0]
 
 
 def calibration_plans(graph: LayerGraph, world: int) -> list[Plan]:
     """Plans that show both: many messages of all kinds, and sums of statistics and gradients."""
-    samples, rows = (Plan.uniform(graph, world, **{axis: world}) for axis in ("n", "h"))
     early = {layer.name for layer in graph.layers[: len(graph.layers) // 2]}
-    halves = Plan.make(
-        graph, world, lambda la: (rows if la.name in early else samples).config(la, graph)
-    )
-    return [*(Plan.random(graph, world, seed) for seed in SEEDS), halves]
+
+    def halves(first: str, second: str) -> Plan:
+        """One split for the first half of the layers, another for the rest."""
+        a, b = (Plan.uniform(graph, world, **{axis: world}) for axis in (first, second))
+        return Plan.make(graph, world, lambda la: (a if la.name in early else b).config(la, graph))
+
+    return [Plan.random(graph, world, SEED), halves("h", "n"), halves("c", "f")]

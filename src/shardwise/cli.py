@@ -250,7 +250,7 @@ def plan(
         found.save(save)
     console = _console()
     if json:
-        print(dumps(as_data(found)))
+        print(dumps(as_data(found, explain or [])))
         return
     for layer in explain or []:
         console.print(explain_table(found, layer))

@@ -64,6 +64,7 @@ Rate = Annotated[float, _reads(parse_rate), Field(ge=1e3, le=1e15)]
 Size = Annotated[int, _reads(parse_size), Field(ge=2**20, le=2**60)]
 Seconds = Annotated[float, _reads(parse_seconds), Field(ge=0, le=10)]
 Ratio = Annotated[float, _reads(parse_ratio), Field(ge=1), AfterValidator(_plausible)]
+Part = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, _reads(str), Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 
@@ -94,6 +95,8 @@ class Link(BaseModel):
     oversubscription: Ratio = 1.0  # how much slower a child's port is when all want it
     sum_latency: Seconds | None = None  # measured for all-reduce, where it was measured
     sum_bandwidth: Rate | None = None
+    post: Seconds = 0.0  # of a rank's own time to send or receive one message
+    overlap: Part = 1.0  # of a sum's time that computation can hide; less where it needs the cores
 
     @property
     def rate(self) -> float:

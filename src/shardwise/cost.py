@@ -17,7 +17,6 @@ from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, Device
 from shardwise.columns import Columns, Layouts
 from shardwise.config import Config
-from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Network, Sums, segments_of
@@ -395,15 +394,6 @@ class Costs:
         if (key, config) not in self._alone:
             self._alone[key, config] = self.under(layer, (config,))
         return self._alone[key, config], 0
-
-    def place(self, layer: Layer, config: Config) -> int:
-        """Which of a layer's candidates this config is."""
-        found = self.of(layer).places.get(usual(layer, config))
-        if found is None:
-            raise PlanError(
-                f"layer {layer.name!r}: {config} is not among the splits that are tried"
-            )
-        return found
 
     def transfer(
         self, source: Layer, target: Layer, operand: int, ends: tuple[Config, Config]

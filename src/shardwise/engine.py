@@ -24,6 +24,8 @@ class Engine:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r} must be one of {', '.join(MODES)}")
+        if self.last < 0 or self.bucket < 1:
+            raise ValueError(f"{self}: last must be 0 or more, and bucket 1 byte or more")
 
     def flushes(self, index: int, pending: float) -> bool:
         """Whether to sum what is pending after the index-th layer with weights, last first."""

@@ -71,17 +71,18 @@ class Findings:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise PlanError(f"the model has no layer {name!r} to explain{hint}")
         layer, own = graph[name], costs.of(graph[name])
-        reading = np.zeros(len(own.configs))
+        reading, onward = np.zeros((2, len(own.configs)))
         for index, source in value_operands(layer):
             if graph[source].op != "input":
-                seconds, _ = costs.edge(graph[source], layer, index)
-                reading += seconds[self._place(source)]
-        onward = np.zeros(len(own.configs))
-        for reader in graph.consumers[name]:
-            for index, source in value_operands(graph[reader]):
+                chosen = self.plan.config(graph[source], graph)
+                ends = [(chosen, config) for config in own.configs]
+                reading += [costs.transfer(graph[source], layer, index, pair)[0] for pair in ends]
+        for reader in map(graph.__getitem__, graph.consumers[name]):
+            chosen = self.plan.config(reader, graph)
+            ends = [(config, chosen) for config in own.configs]
+            for index, source in value_operands(reader):
                 if source == name:
-                    seconds, _ = costs.edge(layer, graph[reader], index)
-                    onward += seconds[:, self._place(reader)]
+                    onward += [costs.transfer(layer, reader, index, pair)[0] for pair in ends]
         if name in graph.outputs:
             onward += costs.output_table(layer).seconds[own.outputs.index, 0]
         found = [
@@ -112,11 +113,6 @@ class Findings:
             totals.append((name, *seconds, size(prediction.moved), size(prediction.memory)))
         title = f"plan for {self.plan.world} workers of {self.costs.cluster.name}"
         return "\n".join([title, "", *_columns(rows), "", *_columns(totals)])
-
-    def _place(self, name: str) -> int:
-        """Which of a layer's candidates the plan has chosen."""
-        layer = self.costs.graph[name]
-        return self.costs.place(layer, self.plan.config(layer, self.costs.graph))
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -192,8 +188,8 @@ def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:
     return simulate(plan, costs.graph, costs.cluster, costs.timer, costs.training, engine)
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
-    """A plan and all that is known about it as plain data, for JSON."""
+def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
+    """A plan and all that is known about it as plain data, for JSON; alternatives if asked for."""
     findings: Findings = plan.findings
     prediction, trace = findings.prediction, findings.trace
     return {
@@ -228,5 +224,18 @@ def as_data(plan: Plan) -> dict[str, Any]:
                 "memory": rival.prediction.memory,
             }
             for name, rival in findings.rivals.items()
+        },
+        "alternatives": {
+            name: [
+                {
+                    "split": str(found.config),
+                    "transfer": found.transfer,
+                    "compute": found.compute,
+                    "update": found.update,
+                    "onward": found.onward,
+                }
+                for found in findings.explain(name)
+            ]
+            for name in explain
         },
     }

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardwise.cluster import Cluster, Device, Link
-from shardwise.comm import Communicator
+from shardwise.comm import Communicator, Pending
 from shardwise.strategies import Local, Split, strategy_of
 from shardwise.timing import Work
 
@@ -33,6 +33,8 @@ class Speeds:
     bandwidth: float
     sum_latency: float
     sum_bandwidth: float
+    post: float
+    overlap: float
 
 
 def device_name(threads: int) -> str:
@@ -147,6 +149,8 @@ def measure_speeds(comm: Communicator) -> Speeds:
         bandwidth=moved / max(large - small, 1e-9) if world > 1 else 1e12,
         sum_latency=sum_small,
         sum_bandwidth=share * 4.0 * LARGE / max(sum_large - sum_small, 1e-9) if world > 1 else 1e12,
+        post=_post_seconds(comm),
+        overlap=_overlap(comm),
     )
 
 
@@ -159,7 +163,9 @@ def _median(function: Callable[[], object], runs: int = 9) -> float:
     return statistics.median(times[2:])
 
 
-def _amid_work(comm: Communicator, message: Callable[[], object]) -> float:
+def _amid_work(
+    comm: Communicator, message: Callable[[], object], after: Callable[[], object] = lambda: None
+) -> float:
     """What a message takes between computations, as in training.
 
     On an idle machine it takes less: the threads that move it then need not wait for a core. Few
@@ -176,6 +182,7 @@ def _amid_work(comm: Communicator, message: Callable[[], object]) -> float:
         if run > 2:
             both.append(time.perf_counter() - start)
             alone.append(middle - start)
+        after()
     return max(statistics.fmean(both) - statistics.fmean(alone), 1e-6)
 
 
@@ -188,9 +195,53 @@ def _exchange_seconds(comm: Communicator, numel: int) -> float:
     return _amid_work(comm, lambda: comm.exchange([(ahead, sent)], [(behind, received)]).wait())
 
 
+def _post_seconds(comm: Communicator) -> float:
+    """A rank's own time to start one message, of the two that an exchange starts."""
+    if comm.size == 1:
+        return 0.0
+    sent, received = torch.zeros(SMALL), torch.zeros(SMALL)
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    started: list[Pending] = []
+
+    def post() -> None:
+        started.append(comm.exchange([(ahead, sent)], [(behind, received)]))
+
+    return _amid_work(comm, post, lambda: started.pop().wait()) / 2
+
+
 def _sum_seconds(comm: Communicator, numel: int) -> float:
     x, ranks = torch.zeros(numel), tuple(range(comm.size))
     return _amid_work(comm, lambda: comm.all_reduce(ranks, x).wait()) if comm.size > 1 else 0.0
+
+
+def _overlap(comm: Communicator) -> float:
+    """The part of a large sum that computation hides; less where both need the same cores."""
+    if comm.size == 1:
+        return 1.0
+    x, w = torch.rand(4, 64, 32, 32), torch.rand(64, 64, 3, 3)
+    data, ranks = torch.zeros(LARGE), tuple(range(comm.size))
+
+    def compute() -> None:
+        for _ in range(4):
+            torch.conv2d(x, w, padding=1)
+
+    def both() -> None:
+        pending = comm.all_reduce(ranks, data)
+        compute()
+        pending.wait()
+
+    rounds = []
+    for _ in range(6):
+        times = []
+        for work in (compute, lambda: comm.all_reduce(ranks, data).wait(), both):
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        rounds.append(times)
+    alone, summing, together = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
+    hidden = (alone + summing - together) / min(alone, summing)
+    return min(max(hidden, 0.0), 1.0)
 
 
 def _flops() -> float:
@@ -223,7 +274,7 @@ def to_cluster(ranks: list[Speeds], name: str, device: str, memory: int) -> Clus
     """One cluster description from what ranks measured: mean latencies, medians of the rest."""
 
     def typical(field: str) -> float:
-        average = np.mean if field.endswith("latency") else np.median
+        average = np.mean if field.endswith("latency") or field == "post" else np.median
         return float(average([getattr(speeds, field) for speeds in ranks]))
 
     link = Link(
@@ -233,6 +284,8 @@ def to_cluster(ranks: list[Speeds], name: str, device: str, memory: int) -> Clus
         shared=True,
         sum_latency=typical("sum_latency") if len(ranks) > 1 else None,
         sum_bandwidth=typical("sum_bandwidth") if len(ranks) > 1 else None,
+        post=typical("post"),
+        overlap=typical("overlap"),
     )
     return Cluster(
         name=name,

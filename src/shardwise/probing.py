@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils import _pytree as pytree
 
+from shardwise.calibrate import Step, calibrated, calibration_plans
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
-from shardwise.cost import Costs
+from shardwise.cost import Costs, Training
 from shardwise.graph import LayerGraph
 from shardwise.launch import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.models import load_model
+from shardwise.parallel import parallelize
 from shardwise.probe import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.questions import Question
 from shardwise.strategies import Split
-from shardwise.timing import TimeTable, Work, all_works, first_layers
+from shardwise.timing import TimeTable, Work, all_works, first_layers, timer_for
 
-Found = tuple[Speeds, str, dict[str, tuple[float, float]]]
+STEPS = 3  # of each plan that shows what messages cost amid computation
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank measured."""
+
+    speeds: Speeds
+    device: str
+    times: dict[str, tuple[float, float]]
+    steps: list[list[float]]  # seconds of each model's calibration plans
 
 
 def probe(
@@ -29,32 +45,45 @@ def probe(
 ) -> Cluster | None:
     """Measures links, devices and the layers that planning these models needs.
 
-    Times of layers that were measured before are kept; `again` measures them anew. Under a launcher
-    rank 0 gets the cluster, the others None.
+    A few steps of each model show what messages cost amid computation. Times of layers that were
+    measured before are kept; `again` measures them anew. Under a launcher rank 0 gets the cluster,
+    the others None.
     """
     world = choose_world(workers)
-    wanted = _wanted(questions, world)
+    graphs = [question.graph(world) for question in questions]
+    wanted = _wanted(graphs, world)
     if under_launcher():
         init_from_environment()
-        gathered = Communicator().gather_objects(_measure(wanted, again))
+        gathered = Communicator().gather_objects(_measure(wanted, questions, again))
         first = dist.get_rank() == 0
         dist.destroy_process_group()
         if not first:
             return None
         found: list[Found] = gathered
     else:
-        found = run_local(_measure, world, wanted, again)
+        found = run_local(_measure, world, wanted, questions, again)
     _keep(found)
     memory = int(_machine_memory() * 0.9) // world
-    return to_cluster([speeds for speeds, _, _ in found], "probed", found[0][1], memory)
+    cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
+    return _calibrated(cluster, graphs, found) if world > 1 and graphs else cluster
 
 
-def _wanted(questions: list[Question], world: int) -> list[Work]:
+def _calibrated(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) -> Cluster:
+    """The cluster whose overheads explain the steps that were run."""
+    steps = []
+    for number, graph in enumerate(graphs):
+        timer = timer_for(cluster, graph)
+        for place, plan in enumerate(calibration_plans(graph, cluster.world)):
+            seconds = max(own.steps[number][place] for own in found)
+            steps.append(Step(plan, graph, timer, Training(), seconds))
+    return calibrated(cluster, steps)
+
+
+def _wanted(graphs: list[LayerGraph], world: int) -> list[Work]:
     """Every share of every layer that a search over these models asks for, each once."""
     works: dict[str, Work] = {}
     cluster = Cluster.load("local").with_workers(world)
-    for question in questions:
-        graph = question.graph(world)
+    for graph in graphs:
         works |= {
             work.key: work for work in all_works(_splits(graph, cluster), first_layers(graph))
         }
@@ -70,7 +99,7 @@ def _splits(graph: LayerGraph, cluster: Cluster) -> list[Split]:
     ]
 
 
-def _measure(wanted: list[Work], again: bool) -> Found:
+def _measure(wanted: list[Work], questions: list[Question], again: bool) -> Found:
     """What this rank measures, all ranks at once as in training."""
     comm = Communicator()
     device = device_name(torch.get_num_threads())
@@ -82,15 +111,39 @@ def _measure(wanted: list[Work], again: bool) -> Found:
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("timing layers", total=len(missing))
         times = measure_works(missing, lambda done: progress.update(task, completed=done))
-    return speeds, device, times
+        steps = []
+        for question in progress.track(questions if comm.size > 1 else [], description="steps"):
+            steps.append(_steps(question, comm))
+    return Found(speeds, device, times, steps)
+
+
+def _steps(question: Question, comm: Communicator) -> list[float]:
+    """Seconds of a training step of the model under each calibration plan, the median of few."""
+    graph = question.graph(comm.size)
+    inputs = [torch.rand(graph[name].shape) for name in graph.inputs]
+    found = []
+    for plan in calibration_plans(graph, comm.size):
+        model = parallelize(load_model(question.spec, **question.options), plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        seconds = []
+        for _ in range(1 + STEPS):
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            outputs = [y for y in pytree.tree_leaves(model(*inputs)) if isinstance(y, torch.Tensor)]
+            sum(y.square().mean() for y in outputs).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            comm.gather_objects(None)
+            seconds.append(time.perf_counter() - start)
+        found.append(statistics.median(seconds[1:]))
+    return found
 
 
 def _keep(found: list[Found]) -> None:
     """Adds the median over ranks of every new time to the table on disk."""
-    device = found[0][1]
-    table = TimeTable.load(device)
-    for key in found[0][2]:
-        ways: list[Any] = list(zip(*(times[key] for _, _, times in found), strict=True))
+    table = TimeTable.load(found[0].device)
+    for key in found[0].times:
+        ways: list[Any] = list(zip(*(own.times[key] for own in found), strict=True))
         table.seconds[key] = (statistics.median(ways[0]), statistics.median(ways[1]))
     table.save()
 

@@ -14,6 +14,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.cost import STATISTICS, Roofline, Timer, Training
 from shardwise.engine import Engine
+from shardwise.errors import PlanError
 from shardwise.graph import LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Level, Network, segments_of
@@ -33,6 +34,10 @@ def simulate(
     engine: Engine | None = None,
 ) -> Trace:
     """The predicted trace of one training step."""
+    if plan.world != cluster.world:
+        raise PlanError(
+            f"the plan is for {plan.world} workers, and the cluster has {cluster.world}"
+        )
     training = training or Training()
     timer = timer or Roofline(cluster.device, training.itemsize)
     trainable = frozenset(name for layer in graph.layers for name in layer.params)
@@ -143,6 +148,7 @@ class _Simulator:
         """What a rank sends is packed, and what it keeps is copied; then messages leave."""
         matrix = transfer.messages * float(self.training.itemsize)
         self._copy(f"{target} packed", matrix.sum(axis=1) + self._kept(transfer))
+        self._post(target, matrix)
         start = self.clock.copy()
         arrival = self.lanes.carry(matrix, start, self._own(transfer))
         self.arriving[target] = _Arriving(target, start, arrival, matrix.sum(axis=0))
@@ -166,6 +172,14 @@ class _Simulator:
             start = self.clock
             self.clock = start + 2.0 * nbytes / self.network.cluster.device.memory_bandwidth
             self._span(name, "copy", "compute", start, self.clock)
+
+    def _post(self, name: str, matrix: np.ndarray) -> None:
+        """A rank's own time to hand over what it sends, and to say where to put what it gets."""
+        post = self.network.cluster.links[0].post
+        if post > 0.0:
+            start, sent = self.clock, matrix > 0
+            self.clock = start + post * (sent.sum(axis=0) + sent.sum(axis=1))
+            self._span(f"{name} posted", "copy", "compute", start, self.clock)
 
     def _wait(self, name: str) -> None:
         """Ranks that need a value wait until it is there."""
@@ -198,6 +212,7 @@ class _Simulator:
                 self._copy(
                     f"{step.source} gradient packed", back.sum(axis=1) + self._kept(step.transfer)
                 )
+                self._post(f"{step.source} gradient", back)
                 start = self.clock.copy()
                 arrival = self.lanes.carry(back, start, self._own(step.transfer))
                 self._add(step.source, start, arrival, back.sum(axis=0))
@@ -363,10 +378,19 @@ class _Gradients:
                 self.simulator._copy(f"{label} packed", nbytes * (segments >= 0))
                 start = np.maximum(self.simulator.clock, self.free)
                 begin = self.simulator.after_all(segments, start)
+                self._steal(label, segments, seconds)
                 self._note(
                     f"sum of {label}", start, np.where(segments >= 0, begin + seconds, start)
                 )
         self.pending, self.names = {}, []
+
+    def _steal(self, label: str, segments: np.ndarray, seconds: float) -> None:
+        """Where a sum needs the cores that compute, computation takes so much longer."""
+        simulator, link = self.simulator, self.simulator.network.cluster.links[0]
+        if link.overlap < 1.0:
+            start = simulator.clock
+            simulator.clock = start + (1.0 - link.overlap) * seconds * (segments >= 0)
+            simulator._span(f"sum of {label}", "copy", "compute", start, simulator.clock)
 
     def _note(self, name: str, start: np.ndarray, end: np.ndarray) -> None:
         self.free = np.maximum(self.free, end)
