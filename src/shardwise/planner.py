@@ -16,7 +16,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.plan import Plan, fit
 from shardwise.search import Problem, solve
-from shardwise.strategies import Split
+from shardwise.strategies import Split, strategy_of
 
 GIB = 1 << 30
 
@@ -81,13 +81,16 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
         config = plan.config(layer, graph)
         own, place = costs.at(layer, config)
         transfer, moved = float(own.transfer[place]), float(own.moved[place])
+        buffers = np.zeros(plan.world)
         for index, name in value_operands(layer):
             seconds, nbytes = _carried(plan, costs, layer, index, name)
             transfer, moved = transfer + seconds, moved + nbytes
+            if nbytes > 0:
+                buffers += _buffers(plan, costs, layer, index, name)
         if (key := (costs.key(layer), config)) not in memory:
             memory[key] = _memory(Split.of(layer, config, plan.world), costs)
         stored += memory[key][0]
-        working = np.maximum(working, memory[key][1])
+        working = np.maximum(working, memory[key][1] + buffers)
         rows.append(
             Row(
                 layer.name,
@@ -118,6 +121,15 @@ def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> t
     return costs.transfer(
         source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
     )
+
+
+def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> np.ndarray:
+    """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
+    source, graph = costs.graph[name], costs.graph
+    held = strategy_of(source).output(Split.of(source, plan.config(source, graph), plan.world))
+    split = Split.of(layer, plan.config(layer, graph), plan.world)
+    needed = strategy_of(layer).needs(split)[index].layout
+    return (held.numels + needed.numels) * float(costs.training.itemsize)
 
 
 def _output_row(plan: Plan, costs: Costs, name: str) -> Row:
