@@ -40,7 +40,7 @@ DECIDE = {
     "timing",
     "engine",
 }
-EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients"}
+EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients", "optimizer"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

@@ -8,6 +8,7 @@ from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
+from shardwise.optimizer import optimizer
 from shardwise.parallel import ParallelModel, parallelize
 from shardwise.plan import Plan
 from shardwise.planning import plan
@@ -31,6 +32,7 @@ __all__ = [
     "WorkerError",
     "capture",
     "init_from_environment",
+    "optimizer",
     "parallelize",
     "plan",
     "run_local",

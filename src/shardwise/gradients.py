@@ -16,6 +16,7 @@ import torch
 from shardwise.comm import About, Communicator, Pending
 from shardwise.engine import Engine
 from shardwise.program import Program, Run
+from shardwise.strategies import Gradients
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,6 +49,7 @@ class GradientSums:
     written: set[str] = field(default_factory=set)
     whole: Tensors = field(default_factory=dict)  # gradients that need no sum
     pending: list[Pending] = field(default_factory=list)
+    late: Late = field(default_factory=lambda: Late())
 
     @classmethod
     def of(
@@ -126,16 +128,45 @@ class GradientSums:
             if name not in self.written:
                 view.zero_()
 
-    def finish(self) -> Tensors:
-        """Waits for all sums; the gradients of this rank's blocks."""
+    def finish(self, delayed: Late | None = None) -> Tensors:
+        """Waits for all sums; the gradients of this rank's blocks. Late ones are put off further
+        where somebody collects them."""
         for pending in self.pending:
             pending.wait()
-        alone = {name: param for name, param in self.params.items() if name not in self._views}
+        if delayed is None:
+            for name, gradient in self.late.take().items():
+                self.add(name, gradient)
+        else:
+            delayed.entries += self.late.entries
+        late, self.late = self.late.names, Late()
+        alone = {n: p for n, p in self.params.items() if n not in self._views and n not in late}
         for name, param in alone.items():
             if name not in self.whole:  # a rank without samples
                 self.whole[name] = torch.zeros_like(param)
         found = self._views | self.whole
         self.pending, self.written, self.whole = [], set(), {}
+        return found
+
+
+@dataclass(eq=False)
+class Late:
+    """Gradients that are computed when they are due: the parameters of a layer, and how."""
+
+    entries: list[tuple[list[str], Gradients]] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for names, _ in self.entries for name in names)
+
+    def take(self, wanted: frozenset[str] | None = None) -> Tensors:
+        """Computes what was put off: all, or the layers with a wanted parameter."""
+        due = [entry for entry in self.entries if wanted is None or wanted & set(entry[0])]
+        self.entries = [entry for entry in self.entries if entry not in due]
+        found: Tensors = {}
+        for names, compute in due:
+            for name, gradient in zip(names, compute(), strict=False):
+                if gradient is not None:
+                    found[name] = found[name] + gradient if name in found else gradient
         return found
 
 

@@ -21,7 +21,7 @@ from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.exchange import memory_format_of, start
-from shardwise.gradients import GradientSums
+from shardwise.gradients import GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
@@ -250,7 +250,7 @@ class ParallelModel(nn.Module):
         before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
         sums = state.gradient_sums(program, params)
         inputs = runtime.backward(parts, params, sums)
-        for name, gradient in sums.finish().items():
+        for name, gradient in sums.finish(state.late if state.settle else None).items():
             params[name].grad = gradient.add_(before[name]) if name in before else gradient
         return [self._input_gradient(program, name, inputs.get(name)) for name in program.inputs]
 
@@ -272,6 +272,8 @@ class ParallelModel(nn.Module):
             tensor = constants[source.name]
             held = Box.whole(tuple(tensor.shape))
         else:
+            if state.late.entries and source.name in state.late.names and state.settle:
+                state.settle(frozenset([source.name]))  # its last update was put off until now
             tensor = resolve(self, source.name)
             held = state.layouts[source.name][state.comm.rank]
         whole = tensor.ndim == 0 or held == source.box
@@ -314,8 +316,15 @@ class ParallelModel(nn.Module):
 
     # -- state ---------------------------------------------------------------------------------
 
+    def flush(self) -> None:
+        """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
+        state = self._shardwise
+        if state.settle is not None:
+            state.settle(None)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The full state, by the original names, the same on every rank; all ranks must call it."""
+        self.flush()
         with self._whole_tensors():
             return super().state_dict(*args, **kwargs)
 
@@ -323,6 +332,7 @@ class ParallelModel(nn.Module):
         """Loads a full state, of any plan or of the original model."""
         if assign:
             raise ShardwiseError("load_state_dict(assign=True) would replace this rank's blocks")
+        self.flush()
         with self._whole_tensors() as blocks:
             result = super().load_state_dict(state_dict, strict)
             state = self._shardwise
@@ -358,6 +368,7 @@ class ParallelModel(nn.Module):
 
         All ranks must call it; on other ranks than those given, split tensors are empty.
         """
+        self.flush()
         state, found, whole = self._shardwise, {}, {}
         for name, tensor in named_tensors(self):
             layout = state.layouts.get(name)
@@ -371,6 +382,7 @@ class ParallelModel(nn.Module):
 
     def full_gradients(self, ranks: tuple[int, ...] | None = None) -> Tensors:
         """Every parameter's whole gradient by its name; see `full_tensors`."""
+        self.flush()
         state, gradients = self._shardwise, {}
         here = {name for name, param in self.named_parameters() if param.grad is not None}
         anywhere = set().union(*state.comm.gather_objects(here))
@@ -386,12 +398,14 @@ class ParallelModel(nn.Module):
 
     def blocks(self) -> dict[str, tuple[Box, torch.Tensor]]:
         """This rank's block of every split tensor, and where it lies."""
+        self.flush()
         state = self._shardwise
         found = {n: (state.layouts[n], t) for n, t in named_tensors(self) if n in state.layouts}
         return {name: (layout[state.comm.rank], t) for name, (layout, t) in found.items()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients as torch's clip_grad_norm_ would on one device."""
+        self.flush()
         state, seen = self._shardwise, set()
         total = torch.zeros((), dtype=torch.float64)
         for name, param in self.named_parameters():
@@ -431,6 +445,8 @@ class _State:
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
         self.engine, self.lane = engine, comm.in_lane("gradients")
         self._sums: dict[int, GradientSums] = {}  # by program
+        self.late = Late()  # gradients that wait for an optimizer that delays updates
+        self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self.modules: dict[str, nn.Module] = {}
         self._programs: dict[Any, Program] = {}
         self.ready: dict[int, Program] = {}  # programs whose process groups are made

@@ -110,6 +110,7 @@ def _share(
         box,
         sum=lambda x: x,
         gather=tuple(_gathered(target.shape) for _, target in strategy.gathers(split)),
+        later=lambda gradients: gradients(),
         module=SimpleNamespace(training=True, momentum=0.1),
         in_place=in_place,
     )
@@ -126,9 +127,9 @@ def _share(
     return local, tensors, fresh
 
 
-def _gathered(shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gathered(shape: tuple[int, ...]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
     whole = torch.rand(shape) * 0.1
-    return lambda part: whole
+    return lambda part: lambda: whole
 
 
 # -- devices and links -----------------------------------------------------------------------------

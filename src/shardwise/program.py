@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan
-from shardwise.strategies import Local, Need, Split, Strategy, strategy_of
+from shardwise.strategies import Gradients, Local, Need, Split, Strategy, strategy_of
 from shardwise.transfer import Transfer
 
 
@@ -93,6 +93,8 @@ class Program:
     differentiable: frozenset[str]  # values that depend on what is trained
     gathered: frozenset[str]  # parameters whose gradient every rank computes whole
     bound: dict[str, Local] = field(default_factory=dict)  # shares as the runtime completed them
+    # Gradients of some parameters that are computed when they are due: names, and how.
+    late: list[tuple[list[str], Gradients]] = field(default_factory=list)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

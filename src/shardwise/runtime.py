@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
-from shardwise.exchange import carry, start
+from shardwise.exchange import Wait, carry, start
 from shardwise.gradients import GradientSums
 from shardwise.program import Cut, Move, Op, Program, Run, Source
 from shardwise.strategies import Local
@@ -120,12 +120,19 @@ class Runtime:
             name = op.local.layer.name
             total = None if op.sums is None else self._sum(op.sums, f"{name} statistics")
             gather = tuple(self._gather(transfer, f"{name} gathered") for transfer in op.gathers)
-            bound[op.result] = replace(op.local, module=module, sum=total, gather=gather)
+            params = [source.name for source in op.operands if source.kind == "param"]
+            bound[op.result] = replace(
+                op.local,
+                module=module,
+                sum=total,
+                gather=gather,
+                later=lambda gradients: self.program.late.append((params, gradients)),
+            )
         return bound[op.result]
 
-    def _gather(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _gather(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], Wait]:
         about = About(name, "gradients")
-        return lambda x: carry(transfer, x, self.comm, about)
+        return lambda x: start(transfer, x, self.comm, about)
 
     def _sum(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         shape, about = transfer.source[self.comm.rank].shape, About(name, "statistics")
@@ -141,6 +148,8 @@ class Runtime:
             if isinstance(step, Run):
                 self._run_backward(step, flow, sums, params)
                 sums.after(position)
+                sums.late.entries += self.program.late
+                self.program.late.clear()
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
                 back = start(

@@ -1,7 +1,7 @@
 """One strategy per operator: the single description that planner, simulator and runtime read."""
 
 from shardwise.graph import Layer
-from shardwise.strategies.base import LABEL_AXES, Local, Need, Split, Stack, Strategy
+from shardwise.strategies.base import LABEL_AXES, Gradients, Local, Need, Split, Stack, Strategy
 from shardwise.strategies.conv import Conv, ConvTranspose, Linear
 from shardwise.strategies.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from shardwise.strategies.pointwise import (
@@ -55,4 +55,14 @@ def strategy_of(layer: Layer) -> Strategy:
     return STRATEGIES[layer.op]
 
 
-__all__ = ["LABEL_AXES", "STRATEGIES", "Local", "Need", "Split", "Stack", "Strategy", "strategy_of"]
+__all__ = [
+    "LABEL_AXES",
+    "STRATEGIES",
+    "Gradients",
+    "Local",
+    "Need",
+    "Split",
+    "Stack",
+    "Strategy",
+    "strategy_of",
+]

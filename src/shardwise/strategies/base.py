@@ -164,6 +164,10 @@ class Split:
         return self.grid.ranges(size, ())
 
 
+Wait = Callable[[], torch.Tensor]
+Gradients = Callable[[], list[torch.Tensor | None]]  # of a layer's weights, in their order
+
+
 @dataclass(frozen=True)
 class Local:
     """One rank's share of a layer, with what `run` may ask of the runtime."""
@@ -174,7 +178,8 @@ class Local:
     needs: tuple[Box, ...]
     sums: Box | None = None  # of the statistics that are summed inside the layer
     sum: Callable[[torch.Tensor], torch.Tensor] | None = None  # sums them over the ranks
-    gather: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # see Strategy.gathers
+    gather: tuple[Callable[[torch.Tensor], Wait], ...] = ()  # start these, see Strategy.gathers
+    later: Callable[[Gradients], object] | None = None  # computes weights' gradients when due
     module: Any = None
     in_place: bool = False  # the first operand is read by nobody else and may be overwritten
     moved: bool = False  # others read a moved copy of the output, so nobody keeps the output itself

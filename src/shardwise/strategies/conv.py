@@ -7,6 +7,8 @@ and computes a partial sum of the filters of block f; partial sums are added ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -42,25 +44,35 @@ class Contraction(Strategy):
 
 
 class GatheredLinear(torch.autograd.Function):
-    """A linear layer whose weights' gradient every rank computes whole, for all samples (P3)."""
+    """A linear layer whose weights' gradient every rank computes whole, for all samples (P3).
+
+    Inputs and errors are gathered while the backward pass goes on; the runtime says when the
+    gradient is computed from them.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, gather):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, local):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
-        ctx.gather = gather
+        ctx.local = local
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx = dy @ weight if of_x else None
-        dw = db = None
         if of_weight or of_bias:
-            inputs, errors = (g(t) for g, t in zip(ctx.gather, (x, dy), strict=True))
-            dw = errors.flatten(0, -2).T @ inputs.flatten(0, -2) if of_weight else None
-            db = errors.flatten(0, -2).sum(0) if of_bias else None
-        return dx, dw, db, None
+            starts = zip(ctx.local.gather, (x, dy), strict=True)
+            coming = tuple(start(t) for start, t in starts)
+            ctx.local.later(partial(_gathered_gradients, coming, of_weight, of_bias))
+        return dy @ weight if of_x else None, None, None, None
+
+
+def _gathered_gradients(
+    coming: tuple[Callable[[], torch.Tensor], ...], of_weight: bool, of_bias: bool
+) -> list[torch.Tensor | None]:
+    """The gradients of weight and bias, from the inputs and errors of all samples."""
+    inputs, errors = (wait().flatten(0, -2) for wait in coming)
+    return [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
 
 
 class Linear(Contraction):
@@ -93,7 +105,7 @@ class Linear(Contraction):
         bias = bias if bias is not None and bias.numel() else None
         if local.gather:
             x = x if x.numel() else x.reshape(*x.shape[:-1], weight.shape[1])  # no samples here
-            y: torch.Tensor = GatheredLinear.apply(x, weight, bias, local.gather)  # type: ignore
+            y: torch.Tensor = GatheredLinear.apply(x, weight, bias, local)  # type: ignore
             return y.reshape(local.output.shape)
         return functional.linear(x, weight, bias)
 
