@@ -1,0 +1,173 @@
+"""The loader: each rank reads its box of every global batch, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwise.box import Box
+from shardwise.errors import ShardwiseError
+
+from .augment import Augment, Views, look
+from .order import Batches
+from .prefetch import Prefetch
+from .source import Source
+
+IGNORED = -100  # the class of padding, which torch's losses pass over
+BoxOf = Callable[[int], Box]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's part of a global batch."""
+
+    x: torch.Tensor  # float32: the rank's box of the samples
+    y: torch.Tensor  # int64: the labels of all samples, or a box of labels that are volumes
+    indices: tuple[int, ...]  # the samples of the whole batch
+    epoch: int
+
+    @property
+    def size(self) -> int:
+        """Samples of the global batch."""
+        return len(self.indices)
+
+
+class Loader:
+    """The batches of an epoch, as this rank's boxes, read ahead in the background.
+
+    `box` gives the rank's box of a global batch of so many samples, such as a parallel model's
+    `input_box`; without it a rank reads whole batches. Labels that are volumes have a box of their
+    own, `label_box`. Iterating goes to the end of the epoch; the next time, the next one follows.
+
+    >>> from shardwise.data import digits
+    >>> loader = Loader(digits(), batch=64, box=lambda n: Box((0, 0, 0, 0), (n, 1, 5, 5)))
+    >>> next(iter(loader)).x.shape
+    torch.Size([64, 1, 5, 5])
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch: int,
+        *,
+        box: BoxOf | None = None,
+        label_box: BoxOf | None = None,
+        augment: Augment | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.source, self.augment = source, augment or Augment()
+        self.augment.check(source.shape)
+        if prefetch < 0:
+            raise ShardwiseError(f"prefetch={prefetch} must be at least 0")
+        self.shape = self.augment.out_shape(source.shape)
+        self.label_shape = self.shape[1:] if source.label_shape else ()
+        self.batches = Batches(len(source), batch, seed, shuffle, drop_last)
+        self.prefetch, self.device = prefetch, torch.device(device)
+        self._box = box or (lambda num: Box.whole((num, *self.shape)))
+        self._label_box = label_box or (lambda num: Box.whole((num, *self.label_shape)))
+
+    def __len__(self) -> int:
+        """How many batches of this epoch are left."""
+        return len(self.batches)
+
+    @property
+    def epoch(self) -> int:
+        return self.batches.epoch
+
+    @property
+    def bytes_read(self) -> int:
+        """By this rank so far, what was read ahead included."""
+        return self.source.bytes_read
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands: after the batch that was given out last."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.batches.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = list(self.batches.remaining())
+        # Asked for here and not on the thread: a model that finds its boxes is not thread-safe.
+        boxes = {num: self._boxes(num) for num in {len(indices) for indices in batches}}
+        epoch = self.epoch
+        views = self.augment.views(
+            self.source.shape, len(self.source), self.batches.seed, self.epoch
+        )
+        parts = (self._read(indices, *boxes[len(indices)], views, epoch) for indices in batches)
+        if self.prefetch == 0:
+            yield from self._given_out(parts)
+        else:
+            with Prefetch(parts, self.prefetch) as ahead:
+                yield from self._given_out(ahead)
+        self.batches.next_epoch()
+
+    def _given_out(self, parts: Iterator[Batch]) -> Iterator[Batch]:
+        """Counts what leaves the loader, so that a run that stops here misses nothing."""
+        for part in parts:
+            self.batches.position += part.size
+            yield self._on_device(part)
+
+    def _boxes(self, num: int) -> tuple[Box, Box]:
+        found = self._box(num), self._label_box(num)
+        for box, shape in zip(found, (self.shape, self.label_shape), strict=True):
+            if not Box.whole((num, *shape)).contains(box) or len(box.starts) != 1 + len(shape):
+                raise ShardwiseError(
+                    f"{box} is not inside a batch of {'x'.join(map(str, (num, *shape)))}"
+                )
+        return found
+
+    # -- on the thread -------------------------------------------------------------------------
+
+    def _read(
+        self, indices: np.ndarray, box: Box, label_box: Box, views: Views, epoch: int
+    ) -> Batch:
+        numbers = indices.tolist()
+        source = self.source
+        x = self._gathered(source.read, numbers, box, views, source.dtype, 0)
+        x = self.augment.normalised(x, source.scale, slice(box.starts[1], box.stops[1]))
+        if self.label_shape:
+            y = self._gathered(source.label, numbers, label_box, views, np.dtype(np.int64), IGNORED)
+        else:
+            chosen = numbers[label_box.starts[0] : label_box.stops[0]]
+            y = np.array([source.label(index) for index in chosen], dtype=np.int64)
+        return Batch(self._tensor(x), self._tensor(y), tuple(numbers), epoch)
+
+    def _gathered(
+        self,
+        read: Callable[[int, Box], np.ndarray | int],
+        numbers: list[int],
+        box: Box,
+        views: Views,
+        dtype: np.dtype,
+        padding: int,
+    ) -> np.ndarray:
+        """A box of a batch, of samples or of labels, as it is stored but for the view."""
+        out = np.full([max(0, size) for size in box.shape], padding, dtype)
+        inner = Box(box.starts[1:], box.stops[1:])
+        if inner.empty:
+            return out
+        label = len(inner.starts) < len(self.shape)
+        shape = self.source.label_shape if label else self.source.shape
+        for row, index in enumerate(numbers[box.starts[0] : box.stops[0]]):
+            view = views[index].of_space() if label else views[index]
+            look(lambda part, index=index: read(index, part), shape, view, inner, out[row])
+        return out
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        """Page-locked only where it will be copied to an accelerator."""
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _on_device(self, part: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return part
+        x, y = (tensor.to(self.device, non_blocking=True) for tensor in (part.x, part.y))
+        return Batch(x, y, part.indices, part.epoch)
