@@ -197,7 +197,7 @@ def pack(
     on_error: Annotated[
         str, typer.Option(help="What a sample that cannot be read does: raise, or skip.")
     ] = "raise",
-    part: Annotated[
+    subset: Annotated[
         str | None, typer.Option(help="Of digits and CIFAR-10: train, test or all.")
     ] = None,
     size: Annotated[
@@ -215,7 +215,7 @@ def pack(
     height_width = parse_shape(size) if size is not None else None
     if height_width is not None and len(height_width) != 2:
         raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
-    opened = data.open_source(source, part=part, size=height_width, num_classes=num_classes)
+    opened = data.open_source(source, subset=subset, size=height_width, num_classes=num_classes)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"packing {escape(source)}", total=len(opened))

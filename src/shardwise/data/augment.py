@@ -6,7 +6,7 @@ reads is the pre-image of the box that it wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,49 +18,58 @@ from .order import AUGMENT, random_bits
 
 BITS_PER_DIM = 20  # of a sample's 64, for where the window lies; one more for the mirror
 MAX_SPACE = 3
+FORWARD, BACKWARD = slice(None), slice(None, None, -1)
 
 
 @dataclass(frozen=True)
-class View:
-    """Where an augmented sample lies in the stored one: a window, and the dims it is mirrored in.
+class Look:
+    """How a box of an augmented sample is had: a box to read, to mirror, and to put in place."""
 
-    The window may reach over the borders of the sample; there is padding.
+    box: Box
+    mirror: tuple[slice, ...]
+    place: tuple[slice, ...]
+
+    def put(self, part: np.ndarray, out: np.ndarray) -> None:
+        """Puts what was read where it belongs; the rest of `out` is padding."""
+        out[self.place] = part[self.mirror]
+
+
+@dataclass(frozen=True, eq=False)
+class Views:
+    """Where augmented samples lie in stored ones: windows, and the dims that are mirrored.
+
+    A window may reach over the borders of a sample; there is padding. Arrays are [samples, dims].
     """
 
-    window: Box
-    mirrored: tuple[bool, ...]
+    starts: np.ndarray
+    mirrored: np.ndarray
+    size: tuple[int, ...]  # of every window
+    shape: tuple[int, ...]  # of a stored sample
 
-    def preimage(self, box: Box) -> Box:
-        """The box of the stored sample that becomes this box of the augmented one.
+    def __getitem__(self, samples: slice) -> Views:
+        return Views(self.starts[samples], self.mirrored[samples], self.size, self.shape)
 
-        >>> View(Box((-1,), (7,)), (True,)).preimage(Box((0,), (3,)))
-        Box(starts=(4,), stops=(7,))
-        """
-        starts, stops = [], []
-        for dim, mirrored in enumerate(self.mirrored):
-            start, stop = box.starts[dim], box.stops[dim]
-            if mirrored:
-                size = self.window.stops[dim] - self.window.starts[dim]
-                start, stop = size - stop, size - start
-            starts.append(self.window.starts[dim] + start)
-            stops.append(self.window.starts[dim] + stop)
-        return Box(tuple(starts), tuple(stops))
+    def of_space(self) -> Views:
+        """The views without channels: those of labels."""
+        return Views(self.starts[:, 1:], self.mirrored[:, 1:], self.size[1:], self.shape[1:])
 
-    def of_space(self) -> View:
-        """The view without channels: that of a label."""
-        return View(Box(self.window.starts[1:], self.window.stops[1:]), self.mirrored[1:])
-
-
-def look(
-    read: Callable[[Box], np.ndarray], shape: tuple[int, ...], view: View, box: Box, out: np.ndarray
-) -> None:
-    """Puts a box of a view of a sample into `out`, which holds the padding already."""
-    wanted = view.preimage(box)
-    inside = wanted.intersect(Box.whole(shape))
-    if inside.empty:
-        return
-    mirror = tuple(slice(None, None, -1 if mirrored else 1) for mirrored in view.mirrored)
-    out[mirror][inside.slices_in(wanted)] = read(inside)
+    def looks(self, box: Box) -> Iterator[Look | None]:
+        """For each sample, what becomes this box of the window; None where that is all padding."""
+        length = np.subtract(box.stops, box.starts)
+        first = np.where(self.mirrored, np.subtract(self.size, box.stops), box.starts)
+        first = first + self.starts
+        low, high = np.maximum(first, 0), np.minimum(first + length, self.shape)
+        before, after = low - first, high - first
+        begin = np.where(self.mirrored, length - after, before)
+        end = np.where(self.mirrored, length - before, after)
+        some = (low < high).all(axis=1)
+        bounds = (array.tolist() for array in (low, high, begin, end, self.mirrored, some))
+        for lows, highs, begins, ends, mirrored, any_inside in zip(*bounds, strict=True):
+            if not any_inside:
+                yield None
+                continue
+            mirror = tuple(BACKWARD if backward else FORWARD for backward in mirrored)
+            yield Look(Box(tuple(lows), tuple(highs)), mirror, tuple(map(slice, begins, ends)))
 
 
 @dataclass(frozen=True)
@@ -112,10 +121,27 @@ class Augment:
     def _chooses(self) -> bool:
         return self.random and (any(self.flip) or self.size is not None or self.padding > 0)
 
-    def views(self, shape: tuple[int, ...], num_samples: int, seed: int, epoch: int) -> Views:
-        """The views of an epoch, by the number of the sample."""
-        bits = random_bits(num_samples, seed, epoch, AUGMENT) if self._chooses else None
-        return Views(self, shape, bits)
+    def chances(self, num_samples: int, seed: int, epoch: int) -> np.ndarray | None:
+        """The random bits of an epoch's samples, if there is anything to choose."""
+        return random_bits(num_samples, seed, epoch, AUGMENT) if self._chooses else None
+
+    def views(self, shape: tuple[int, ...], num: int, bits: np.ndarray | None) -> Views:
+        """The views of so many samples of this shape, chosen by their bits."""
+        size = self.out_shape(shape)
+        starts = np.zeros((num, len(shape)), dtype=np.int64)
+        mirrored = np.zeros((num, len(shape)), dtype=bool)
+        for dim in range(1, len(shape)):
+            if bits is None:
+                starts[:, dim] = (shape[dim] - size[dim]) // 2
+                continue
+            own = bits >> np.uint64((dim - 1) * (BITS_PER_DIM + 1))
+            num_places = shape[dim] + 2 * self.padding - size[dim] + 1
+            chance = (own >> np.uint64(1)) & np.uint64(2**BITS_PER_DIM - 1)
+            places = chance * np.uint64(num_places) >> np.uint64(BITS_PER_DIM)
+            starts[:, dim] = places.astype(np.int64) - self.padding
+            if self.flip and self.flip[dim - 1]:
+                mirrored[:, dim] = own & np.uint64(1)
+        return Views(starts, mirrored, size, shape)
 
     def normalised(self, values: np.ndarray, scale: float, channels: slice) -> np.ndarray:
         """Stored numbers [samples, channels, *space] as float32, for these channels of a sample."""
@@ -131,36 +157,6 @@ class Augment:
             per_channel = np.broadcast_to(number, max(len(self.mean), len(self.std)))[channels]
             apply(out, per_channel.astype(np.float32).reshape(-1, *ones), out=out)
         return out
-
-
-@dataclass(frozen=True)
-class Views:
-    """The view of every sample of an epoch."""
-
-    augment: Augment
-    shape: tuple[int, ...]
-    bits: np.ndarray | None
-
-    def __getitem__(self, index: int) -> View:
-        bits = int(self.bits[index]) if self.bits is not None else None
-        starts, stops, mirrored = [0], [self.shape[0]], [False]
-        size = self.augment.out_shape(self.shape)[1:]
-        for dim, (inner, outer) in enumerate(zip(size, self.shape[1:], strict=True)):
-            start, flipped = self._choice(dim, inner, outer, bits)
-            starts.append(start)
-            stops.append(start + inner)
-            mirrored.append(flipped)
-        return View(Box(tuple(starts), tuple(stops)), tuple(mirrored))
-
-    def _choice(self, dim: int, inner: int, outer: int, bits: int | None) -> tuple[int, bool]:
-        """Where the window starts in this dim, and whether it is mirrored."""
-        if bits is None:
-            return (outer - inner) // 2, False
-        padding, flip = self.augment.padding, self.augment.flip
-        own = bits >> dim * (BITS_PER_DIM + 1)
-        num_places = outer + 2 * padding - inner + 1
-        place = ((own >> 1) & (2**BITS_PER_DIM - 1)) * num_places >> BITS_PER_DIM
-        return place - padding, bool(flip and flip[dim] and own & 1)
 
 
 def flips(text: Sequence[str], num_space: int) -> tuple[bool, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from shardwise.box import Box
 from shardwise.errors import ShardwiseError
 
-from .augment import Augment, Views, look
+from .augment import Augment, Views
 from .order import Batches
 from .prefetch import Prefetch
 from .source import Source
@@ -98,10 +99,8 @@ class Loader:
         # Asked for here and not on the thread: a model that finds its boxes is not thread-safe.
         boxes = {num: self._boxes(num) for num in {len(indices) for indices in batches}}
         epoch = self.epoch
-        views = self.augment.views(
-            self.source.shape, len(self.source), self.batches.seed, self.epoch
-        )
-        parts = (self._read(indices, *boxes[len(indices)], views, epoch) for indices in batches)
+        bits = self.augment.chances(len(self.source), self.batches.seed, epoch)
+        parts = (self._read(indices, *boxes[len(indices)], bits, epoch) for indices in batches)
         if self.prefetch == 0:
             yield from self._given_out(parts)
         else:
@@ -127,39 +126,25 @@ class Loader:
     # -- on the thread -------------------------------------------------------------------------
 
     def _read(
-        self, indices: np.ndarray, box: Box, label_box: Box, views: Views, epoch: int
-    ) -> Batch:
-        numbers = indices.tolist()
-        source = self.source
-        x = self._gathered(source.read, numbers, box, views, source.dtype, 0)
-        x = self.augment.normalised(x, source.scale, slice(box.starts[1], box.stops[1]))
-        if self.label_shape:
-            y = self._gathered(source.label, numbers, label_box, views, np.dtype(np.int64), IGNORED)
-        else:
-            chosen = numbers[label_box.starts[0] : label_box.stops[0]]
-            y = np.array([source.label(index) for index in chosen], dtype=np.int64)
-        return Batch(self._tensor(x), self._tensor(y), tuple(numbers), epoch)
-
-    def _gathered(
         self,
-        read: Callable[[int, Box], np.ndarray | int],
-        numbers: list[int],
+        indices: np.ndarray,
         box: Box,
-        views: Views,
-        dtype: np.dtype,
-        padding: int,
-    ) -> np.ndarray:
-        """A box of a batch, of samples or of labels, as it is stored but for the view."""
-        out = np.full([max(0, size) for size in box.shape], padding, dtype)
-        inner = Box(box.starts[1:], box.stops[1:])
-        if inner.empty:
-            return out
-        label = len(inner.starts) < len(self.shape)
-        shape = self.source.label_shape if label else self.source.shape
-        for row, index in enumerate(numbers[box.starts[0] : box.stops[0]]):
-            view = views[index].of_space() if label else views[index]
-            look(lambda part, index=index: read(index, part), shape, view, inner, out[row])
-        return out
+        label_box: Box,
+        bits: np.ndarray | None,
+        epoch: int,
+    ) -> Batch:
+        source = self.source
+        chosen = bits[indices] if bits is not None else None
+        views = self.augment.views(source.shape, len(indices), chosen)
+        numbers = indices.tolist()
+        x = _gathered(source.read, numbers, views, box, np.zeros(_size(box), source.dtype))
+        x = self.augment.normalised(x, source.scale, slice(box.starts[1], box.stops[1]))
+        y = np.full(_size(label_box), IGNORED, np.int64)
+        if self.label_shape:
+            _gathered(source.label, numbers, views.of_space(), label_box, y)
+        else:
+            y[:] = [source.label(n) for n in numbers[label_box.starts[0] : label_box.stops[0]]]
+        return Batch(self._tensor(x), self._tensor(y), tuple(numbers), epoch)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         """Page-locked only where it will be copied to an accelerator."""
@@ -171,3 +156,25 @@ class Loader:
             return part
         x, y = (tensor.to(self.device, non_blocking=True) for tensor in (part.x, part.y))
         return Batch(x, y, part.indices, part.epoch)
+
+
+def _size(box: Box) -> list[int]:
+    return [max(0, size) for size in box.shape]
+
+
+def _gathered(
+    read: Callable[[int, Box], Any],
+    numbers: list[int],
+    views: Views,
+    box: Box,
+    out: np.ndarray,
+) -> np.ndarray:
+    """Puts a box of a batch, of samples or of labels, into `out`, which is padding so far."""
+    if out.size == 0:
+        return out
+    samples = slice(box.starts[0], box.stops[0])
+    looks = views[samples].looks(Box(box.starts[1:], box.stops[1:]))
+    for index, look, part in zip(numbers[samples], looks, out, strict=True):
+        if look is not None:
+            look.put(read(index, look.box), part)
+    return out

@@ -81,11 +81,15 @@ class Source(ABC):
     def _checked(self, index: int, box: Box | None, shape: tuple[int, ...]) -> Box:
         if not 0 <= index < len(self):
             raise ShardwiseError(f"{self.name} has {len(self)} samples, and no sample {index}")
-        whole = Box.whole(shape)
         if box is None:
-            return whole
-        if len(box.starts) != len(shape) or not whole.contains(box):
-            raise ShardwiseError(f"{box} is not inside {self.where(index)}, which is {whole}")
+            return Box.whole(shape)
+        if len(box.starts) != len(shape) or any(
+            not 0 <= start <= stop <= size
+            for start, stop, size in zip(box.starts, box.stops, shape, strict=True)
+        ):
+            raise ShardwiseError(
+                f"{box} is not inside {self.where(index)}, which is {Box.whole(shape)}"
+            )
         return box
 
     def _unreadable(self, index: int, error: OSError) -> ShardwiseError:

@@ -3,8 +3,8 @@
 A store is a folder. `store.json` describes it; sample i is record i // S of stripe i % S, where S
 is the number of stripes: every batch is read from many files, which may lie on many disks (P5,
 section 5.2, deals blocks of 256 MB in the same way; ours are single samples, since reading is
-shuffled). A record is the sample's tiles and, where labels are volumes, the label's (see `tiles.py`); labels
-that are single numbers lie in `labels.bin`, since every rank needs those of all samples.
+shuffled). A record is the sample's tiles and, where labels are volumes, the label's (see
+`tiles.py`); labels that are single numbers lie in `labels.bin`, since every rank needs all of them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from shardwise.box import Box
 CHECKSUM = np.dtype("<u4")
 PAGE_BYTES = 4096  # what a disk reads at once: a smaller array is one tile
 TILES_PER_DIM = 32  # half of a dimension and a halo of up to a tile: 17 of 32, 28 % of a plane
-MIN_TILE_BYTES = 16  # so that checksums are at most a quarter of the data
+MIN_TILE_BYTES = 64  # so that checksums are at most a sixteenth of the data
 
 
 class Damaged(Exception):
@@ -86,14 +86,17 @@ class Tiling:
     def read(self, packed: np.ndarray, box: Box, start: int) -> tuple[np.ndarray, int]:
         """A box out of the bytes that `pack` made, and how many of these had to be read."""
         if box.empty:
-            return np.empty([max(0, size) for size in box.shape], self.dtype), 0
+            return np.empty(box.shape, self.dtype), 0
         data, sums = packed[: self.data_bytes], packed[self.data_bytes :].view(CHECKSUM)
+        whole = self.num_tiles == 1 or box.shape == self.shape
+        if whole and crc32(data.data, start) != sums[0]:
+            raise Damaged
+        if self.num_tiles == 1:
+            array = data.view(self.dtype).reshape(self.shape)
+            return array[tuple(map(slice, box.starts, box.stops))], packed.nbytes
         tiles = data.view(self.dtype).reshape(self.grid + self.tile)
-        first = (0,) * len(self.grid)
-        if self.num_tiles == 1 or box.shape == self.shape:
-            if crc32(data.data, start) != sums[0]:
-                raise Damaged
-            return self._joined(tiles, box, first), data.nbytes + CHECKSUM.itemsize
+        if whole:
+            return self._joined(tiles, box, (0,) * len(self.grid)), data.nbytes + CHECKSUM.itemsize
         first = tuple(lo // side for lo, side in zip(box.starts, self.tile, strict=True))
         last = tuple(-(-hi // side) for hi, side in zip(box.stops, self.tile, strict=True))
         touched = tuple(map(slice, first, last))
