@@ -126,6 +126,21 @@ def test_npy_volumes_are_cut_out_of_the_file(tmp_path: Path) -> None:
     assert source.bytes_read - before == 2 * 3 * 3 * 3 * 4
 
 
+def test_every_volume_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    images, labels = write_npy(tmp_path / "npy")
+    for what, arrays in (("images", images), ("labels", labels)):
+        (tmp_path / "many" / what).mkdir(parents=True)
+        for number, array in enumerate(arrays):
+            np.save(tmp_path / "many" / what / f"{number:03d}.npy", array)
+    assert_same(open_source(tmp_path / "many", num_classes=4), images, labels)
+    np.save(tmp_path / "many" / "images" / "002.npy", images[2][:, :-1])
+    source = open_source(tmp_path / "many", num_classes=4)
+    with pytest.raises(ShardwiseError, match=r"002.npy is 2x8x8x7 of float32, and the first"):
+        source.read(2)
+    (tmp_path / "many" / "images" / "003.npy").write_bytes(b"no")
+    assert list(bad_samples(source)) == [2, 3]
+
+
 def test_npy_labels_may_be_single_numbers(tmp_path: Path) -> None:
     images, labels = write_npy(tmp_path / "npy", (6, 1, 4, 4), volumes=False)
     source = npy(tmp_path / "npy")

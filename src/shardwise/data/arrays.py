@@ -102,10 +102,40 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 def npy(folder: str | Path, num_classes: int | None = None) -> Arrays:
-    """A folder with `images.npy` and `labels.npy`, memory-mapped."""
+    """A folder with `images` and `labels`, each one memory-mapped .npy file, or a folder of many.
+
+    In a folder every file is one sample, or one label that is a volume, in the order of the names.
+    """
     folder = Path(folder)
-    images, labels = (_open_npy(folder / f"{what}.npy") for what in (IMAGES, LABELS))
+    images, labels = (_npy_or_files(folder, what) for what in (IMAGES, LABELS))
     return Arrays(images, labels, str(folder), num_classes=num_classes)
+
+
+def _npy_or_files(folder: Path, what: str) -> np.ndarray | NpyFiles:
+    return (
+        NpyFiles(folder / what) if (folder / what).is_dir() else _open_npy(folder / f"{what}.npy")
+    )
+
+
+class NpyFiles:
+    """Files of one array each, to be cut as if they were one array; opened when they are read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.glob("*.npy"))
+        if not self.files:
+            raise ShardwiseError(f"{folder} has no .npy files")
+        first = _open_npy(self.files[0])
+        self.shape, self.dtype = (len(self.files), *first.shape), first.dtype
+
+    def __getitem__(self, place: tuple[Any, ...]) -> np.ndarray:
+        index, *box = place
+        array = _open_npy(self.files[index])
+        if (array.shape, array.dtype) != (self.shape[1:], self.dtype):
+            raise ShardwiseError(
+                f"{self.files[index]} is {_times(array.shape)} of {array.dtype}, and the first is "
+                f"{_times(self.shape[1:])} of {self.dtype}"
+            )
+        return array[tuple(box)]
 
 
 def _open_npy(path: Path) -> np.ndarray:
@@ -130,7 +160,10 @@ def _first(error: Exception) -> str:
 
 
 class Zarr(Arrays):
-    """A zarr group with arrays `images` and `labels`; whole chunks are read, and counted."""
+    """A zarr group with arrays `images` and `labels`; whole chunks are read, and counted.
+
+    To zarr a missing chunk is one of zeros, so a lost file is not noticed; in a store it is.
+    """
 
     def __init__(self, folder: str | Path, num_classes: int | None = None) -> None:
         images, labels = (_open_zarr(Path(folder), what) for what in (IMAGES, LABELS))

@@ -7,7 +7,7 @@ reads is the pre-image of the box that it wants.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class Augment:
 
     def for_evaluation(self) -> Augment:
         """The same without chance."""
-        return Augment((), self.size, 0, self.mean, self.std, random=False)
+        return replace(self, flip=(), random=False)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raises unless this can be done to samples of this shape."""

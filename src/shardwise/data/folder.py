@@ -42,6 +42,7 @@ class ImageFolder(Source):
         number = {name: index for index, name in enumerate(self.classes)}
         self._labels = [number[name] for name in of_file]
         self.size = size
+        self.shape = ()  # so that the first image may have any
         self.shape = (channels, *(size or self._size_of_first()))
 
     def _walk(self) -> list[Path]:
@@ -58,14 +59,7 @@ class ImageFolder(Source):
         return str(self.files[index])
 
     def _read(self, index: int, box: Box) -> np.ndarray:
-        image = self._decoded(self.files[index])
-        if image.shape != self.shape:
-            wanted, found = ("x".join(map(str, shape[1:])) for shape in (self.shape, image.shape))
-            raise ShardwiseError(
-                f"{self.files[index]} is {found} pixels and others are {wanted}: give the size "
-                f"that all are to have"
-            )
-        return image[box.slices_in(Box.whole(self.shape))]
+        return self._decoded(self.files[index])[box.slices_in(Box.whole(self.shape))]
 
     def _read_label(self, index: int, box: Box) -> int:
         return self._labels[index]
@@ -81,6 +75,14 @@ class ImageFolder(Source):
                 problem = problem or error
         raise problem or AssertionError("a folder has files")
 
+    def _check_size(self, path: Path, found: tuple[int, int]) -> None:
+        if self.shape and self.size is None and found != self.shape[1:]:
+            height, width = self.shape[1:]
+            raise ShardwiseError(
+                f"{path} is {found[0]}x{found[1]} pixels and others are {height}x{width}: give the "
+                f"size that all are to have"
+            )
+
     def _decoded(self, path: Path) -> np.ndarray:
         """The image of a file as channels x height x width."""
         try:
@@ -93,7 +95,10 @@ class ImageFolder(Source):
             if path.suffix.lower() == ".png":
                 pillow.Image.open(BytesIO(content)).verify()  # checksums, which load() passes over
             image = pillow.Image.open(BytesIO(content), formats=("JPEG", "PNG"))
+            self._check_size(path, (image.height, image.width))  # before it takes memory
             image.load()
+        except ShardwiseError:
+            raise
         except Exception as error:  # a decoder may fail in any way on a damaged file
             raise ShardwiseError(f"{path} is no image that can be read: {error}") from None
         if image.mode not in MODES:

@@ -30,8 +30,9 @@ def open_source(
 ) -> Source:
     """The source of `digits`, `synthetic:100x3x32x32` or a folder, told by what lies in it.
 
-    A folder is a store (store.json), CIFAR-10 (data_batch_1.bin), arrays (images.npy and
-    labels.npy), a zarr group (with images and labels), or images in one subfolder per class.
+    A folder is a store (store.json), CIFAR-10 (data_batch_1.bin), arrays (images.npy, or a folder
+    images of .npy files, and labels alike), a zarr group (with images and labels), or images in
+    one subfolder per class.
 
     With on_error="skip", samples that cannot be read are named in a warning and left out. For that
     all are read once, here: ranks that found out while training would see different batches.
@@ -82,7 +83,7 @@ def _open_folder(folder: Path, on_error: str, options: dict[str, Any]) -> Source
         return Store(folder, on_error)
     if holds(*TRAIN, *TEST):
         return Cifar10(folder, **_only(options, kind, "subset"))
-    if holds(f"{IMAGES}.npy"):
+    if holds(f"{IMAGES}.npy") or next((folder / IMAGES).glob("*.npy"), None):
         return npy(folder, **_only(options, kind, "num_classes"))
     if holds(*ZARR):
         return Zarr(folder, **_only(options, kind, "num_classes"))
