@@ -8,7 +8,7 @@ digits network and for ResNet-34 on samples of CIFAR-10's size; the aim is a rat
 Also what is left of the training's speed when it is fed by the loader on the same cores.
 
 Then the share of a sample that each rank reads when height and width are split 2x2 with a halo, as
-counted by the loader (checksums included), and, where the system tells, as read from a disk in whole
+counted by the loader (checksums included) and, where the system tells, as read from disk in whole
 pages; the aim is at most 30 %. Samples are synthetic but for the digits: speed does not depend on
 the picture.
 """
