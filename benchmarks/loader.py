@@ -1,6 +1,6 @@
 """The loader against what training consumes, and the bytes that a rank of a split reads.
 
-    python benchmarks/loader.py [--seconds 5] [--json loader.json]
+    python benchmarks/loader.py [--seconds 10] [--json loader.json]
 
 Prints samples per second of a training step (forward, backward, SGD, on data in memory), of the
 loader alone (from a packed store, with flips, crops and normalising), and their ratio, for the
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,15 +33,20 @@ from shardwise.box import Box
 from shardwise.data import Augment, Batch, Loader, Source, Store, Synthetic, digits, pack
 from shardwise.layout import blocks
 
+ROUNDS = 5
 Row = dict[str, float | str]
 
 
-def samples_per_second(step: Callable[[], int], seconds: float) -> float:
-    step()  # warm-up
-    num, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        num += step()
-    return num / elapsed
+def samples_per_second(steps: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
+    """The median of interleaved rounds, so that a slow moment of the machine hits all alike."""
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS + 1):
+        for name, step in steps.items():
+            num, start = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - start) < seconds / ROUNDS:
+                num += step()
+            rates[name].append(num / elapsed)
+    return {name: statistics.median(each[1:]) for name, each in rates.items()}  # one to warm up
 
 
 def training_step(name: str) -> Callable[[Batch], int]:
@@ -60,16 +66,19 @@ def training_step(name: str) -> Callable[[Batch], int]:
 def throughput(name: str, source: Source, augment: Augment, batch: int, seconds: float) -> Row:
     loader = Loader(source, batch, augment=augment)
     step, first = training_step(name), next(iter(loader))
-    trained = samples_per_second(lambda: step(first), seconds)
-    loaded = samples_per_second(lambda: sum(part.size for part in loader), seconds)
     endless = (part for _ in count() for part in loader)
-    both = samples_per_second(lambda: step(next(endless)), seconds)
+    steps = {
+        "training": lambda: step(first),
+        "loader": lambda: sum(part.size for part in Loader(source, batch, augment=augment)),
+        "both": lambda: step(next(endless)),
+    }
+    rates = samples_per_second(steps, seconds)
     return {
         "network": name,
-        "training samples/s": trained,
-        "loader samples/s": loaded,
-        "ratio": loaded / trained,
-        "fed by the loader": both / trained,
+        "training samples/s": rates["training"],
+        "loader samples/s": rates["loader"],
+        "ratio": rates["loader"] / rates["training"],
+        "fed by the loader": rates["both"] / rates["training"],
     }
 
 
@@ -121,7 +130,7 @@ def measure(folder: Path, seconds: float) -> list[Row]:
     cifar = packed(Synthetic(2000, (3, 32, 32)), folder / "cifar")
     rows = [
         throughput("digits", small, shifts, 64, seconds),
-        throughput("resnet34_cifar", cifar, crops, 64, seconds),
+        throughput("resnet34_cifar", cifar, crops, 16, seconds),
     ]
     for size, halo in ((224, 3), (512, 3), (1024, 3)):
         large = folder / f"large-{size}"
@@ -135,7 +144,7 @@ def measure(folder: Path, seconds: float) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwise import __version__, data
+from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
@@ -215,7 +216,7 @@ def pack(
     height_width = parse_shape(size) if size is not None else None
     if height_width is not None and len(height_width) != 2:
         raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
-    opened = data.open_source(source, subset=subset, size=height_width, num_classes=num_classes)
+    opened = open_lazily(source, on_error, subset, height_width, num_classes)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"packing {escape(source)}", total=len(opened))

@@ -156,7 +156,12 @@ def test_numbers_are_those_that_training_wants() -> None:
     assert not batch.x.is_pinned()
 
 
-def _train_from_parts(rank_state: object = None) -> tuple[list[float], int]:
+def test_parts_go_to_the_device() -> None:
+    batch = next(iter(Loader(digits(), 64, device="meta")))
+    assert batch.x.device.type == batch.y.device.type == "meta"
+
+
+def _train_from_parts() -> tuple[list[float], int]:
     """On every rank: a few steps of the digits network, with each rank reading its own box."""
     torch.manual_seed(0)
     model = zoo.build("digits", width=4)

@@ -16,6 +16,7 @@ from datafiles import assert_same, write_cifar, write_images, write_npy
 from shardwise.box import Box
 from shardwise.cli import main
 from shardwise.data import Arrays, Source, Store, Synthetic, bad_samples, digits, open_source, pack
+from shardwise.data.store import Header
 from shardwise.data.tiles import Tiling, tile_of
 from shardwise.errors import ShardwiseError
 from shardwise.layout import blocks
@@ -168,7 +169,7 @@ def test_records_and_stripes_in_each_others_place_are_found_out(
     [
         ('"scale"', '"skale"', "checksum"),
         ('"|u1"', '"|i1"', "checksum"),
-        ('"version": 1', '"version": 2', "version 2"),
+        ('"version": 1', '"version": 2', "checksum"),
         ('"shardwise store"', '"zip"', "not the header of a store"),
         ("{", "[", "no JSON"),
     ],
@@ -178,6 +179,23 @@ def test_a_changed_header_is_refused(store: Path, old: str, new: str, words: str
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ShardwiseError, match=rf"store.json.*{words}"):
         Store(store)
+
+
+def test_a_store_of_another_version_says_so(store: Path) -> None:
+    header = Header.load(store / "store.json").model_copy(update={"version": 2})
+    (store / "store.json").write_text(header.to_json())
+    with pytest.raises(ShardwiseError, match="version 2, and this shardwise reads version 1"):
+        Store(store)
+
+
+def test_a_damaged_store_can_be_packed_anew_without_what_is_lost(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (store / "stripe-00001.bin").unlink()
+    with pytest.raises(SystemExit) as ended:
+        main(["pack", str(store), str(tmp_path / "new"), "--on-error", "skip"])
+    assert ended.value.code == 0 and "3 left out" in capfd.readouterr().out
+    assert len(Store(tmp_path / "new")) == 3
 
 
 def test_damaged_labels_are_named(store: Path) -> None:

@@ -40,8 +40,7 @@ def open_source(
     >>> len(open_source("digits", subset="test"))
     360
     """
-    check_on_error(on_error)
-    source = _opened(spec, on_error, subset, size, num_classes)
+    source = open_lazily(spec, on_error, subset, size, num_classes)
     if on_error == "raise":
         return source
     bad = bad_samples(source)
@@ -50,13 +49,15 @@ def open_source(
     return without(source, bad)
 
 
-def _opened(
+def open_lazily(
     spec: str | Path,
-    on_error: str,
-    subset: str | None,
-    size: tuple[int, int] | None,
-    num_classes: int | None,
+    on_error: str = "raise",
+    subset: str | None = None,
+    size: tuple[int, int] | None = None,
+    num_classes: int | None = None,
 ) -> Source:
+    """The same, but a sample that cannot be read stays, and says so when it is read."""
+    check_on_error(on_error)
     text = str(spec)
     given = {"subset": subset, "size": size, "num_classes": num_classes}
     options = {name: value for name, value in given.items() if value is not None}

@@ -107,27 +107,28 @@ class Header(Description):
         return len(range(stripe, self.num_samples, len(self.stripes)))
 
     def to_json(self) -> str:
-        content = self.model_dump(mode="json")
-        return json.dumps({**content, "crc32": crc32(_canonical(content))}, indent=1) + "\n"
+        content = {"format": self.format, "version": self.version, **self.model_dump(mode="json")}
+        return json.dumps({**content, "crc32": _checksum(content)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Header:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            given = content.pop("crc32", None) if isinstance(content, dict) else None
+            checksum = _checksum(content)
         except OSError as error:
             raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise ShardwiseError(f"{path} is damaged: it is no JSON") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ShardwiseError(f"{path} is not the header of a store")
+        if given != checksum:
+            raise ShardwiseError(f"{path} is damaged: it does not have its checksum")
         if content.get("version") != VERSION:
             raise ShardwiseError(
                 f"{path} is of version {content.get('version')!r}, and this shardwise reads "
                 f"version {VERSION}"
             )
-        checksum = content.pop("crc32", None)
-        if checksum != crc32(_canonical(content)):
-            raise ShardwiseError(f"{path} is damaged: it does not have its checksum")
         try:
             return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
@@ -136,8 +137,9 @@ class Header(Description):
             raise ShardwiseError(f"{path}: {place}: {first['msg']}") from None
 
 
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+def _checksum(content: Any) -> int:
+    """Of what a header says, however it is spaced and ordered."""
+    return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def stripe_name(number: int) -> str:
@@ -242,7 +244,7 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         with path.open("rb") as file:
             size = path.stat().st_size
             if size != num_bytes:
-                raise ShardwiseError(f"{path} is {size} bytes and was {num_bytes}: it is cut off")
+                raise ShardwiseError(f"{path} is {size} bytes and was {num_bytes}: it is damaged")
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None

@@ -112,9 +112,9 @@ class Tiling:
 
     def _joined(self, tiles: np.ndarray, box: Box, first: tuple[int, ...]) -> np.ndarray:
         """The box out of its tiles, of which the first is this one of the grid."""
-        rank = len(self.shape)
-        counts = tiles.shape[:rank]
-        together = [place for dim in range(rank) for place in (dim, rank + dim)]
+        num_dims = len(self.shape)
+        counts = tiles.shape[:num_dims]
+        together = [place for dim in range(num_dims) for place in (dim, num_dims + dim)]
         array = tiles.transpose(together).reshape(
             [count * side for count, side in zip(counts, self.tile, strict=True)]
         )
