@@ -195,12 +195,12 @@ class Store(Source):
             return error
         return np.frombuffer(content, np.uint8).reshape(num_records, self.header.record_bytes)
 
-    def _open_labels(self, labels: Stripe) -> list[int]:
+    def _open_labels(self, labels: Stripe) -> np.ndarray:
         path = self.folder / LABELS
         content = _mapped(path, labels.bytes)
         if crc32(content) != labels.crc32 or labels.bytes != len(self) * LABEL.itemsize:
             raise ShardwiseError(f"{path} is damaged: it does not have its checksum")
-        return np.frombuffer(content, LABEL).tolist()
+        return np.frombuffer(content, LABEL)
 
     def _records(self, number: int) -> np.ndarray:
         stripe = self._stripes[number]
@@ -219,7 +219,7 @@ class Store(Source):
     def _read_label(self, index: int, box: Box) -> np.ndarray | int:
         if self._labels is not None:
             self.bytes_read += LABEL.itemsize
-            return self._labels[index]
+            return int(self._labels[index])
         tiling = self.header.label
         assert tiling is not None
         packed = self._record(index)[self.header.image.num_bytes :]
