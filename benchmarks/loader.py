@@ -92,16 +92,17 @@ def quarter(shape: tuple[int, ...], row: int, column: int, halo: int) -> Box:
     return Box(tuple(starts), tuple(stops))
 
 
-def shares_read(folder: Path, row: int, column: int, halo: int) -> tuple[float, float]:
-    """Bytes that a rank reads of an epoch, per byte of samples: as counted, and from the disk."""
+def cold_epoch(folder: Path, row: int, column: int, halo: int) -> tuple[float, float, float]:
+    """Bytes that a rank reads per byte of samples, as counted and from the disk; samples/s."""
     drop_from_memory(folder)
     store = Store(folder)
     inner = quarter(store.shape, row, column, halo)
-    before = disk_bytes()
+    before, start = disk_bytes(), time.perf_counter()
     for _ in Loader(store, 4, box=lambda n: Box((0, *inner.starts), (n, *inner.stops))):
         pass
     whole = Box.whole(store.shape).numel * store.dtype.itemsize * len(store)
-    return store.bytes_read / whole, (disk_bytes() - before) / whole
+    seconds = time.perf_counter() - start
+    return store.bytes_read / whole, (disk_bytes() - before) / whole, len(store) / seconds
 
 
 def disk_bytes() -> int:
@@ -135,10 +136,14 @@ def measure(folder: Path, seconds: float) -> list[Row]:
     for size, halo in ((224, 3), (512, 3), (1024, 3)):
         large = folder / f"large-{size}"
         pack(Synthetic(8, (3, size, size)), large)
-        shares = [shares_read(large, row, column, halo) for row in (0, 1) for column in (0, 1)]
-        counted, from_disk = (max(each) for each in zip(*shares, strict=True))
+        epochs = [cold_epoch(large, row, column, halo) for row in (0, 1) for column in (0, 1)]
+        counted, from_disk, rates = zip(*epochs, strict=True)
         sample = {"sample": f"3x{size}x{size}", "halo": str(halo)}
-        rows.append(sample | {"a rank reads": counted, "from disk": from_disk})
+        rows.append(
+            sample
+            | {"a rank reads": max(counted), "from disk": max(from_disk)}
+            | {"cold samples/s": min(rates)}
+        )
     return rows
 
 

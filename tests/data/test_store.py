@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datafiles import assert_same, write_cifar, write_images, write_npy
+from datafiles import assert_same, random_box, write_cifar, write_images, write_npy
 from shardwise.box import Box
 from shardwise.cli import main
 from shardwise.data import Arrays, Source, Store, Synthetic, bad_samples, digits, open_source, pack
@@ -111,6 +111,24 @@ def test_tiles_are_small_where_samples_are_large() -> None:
     tiling = Tiling((3, 224, 224), (3, 7, 7), np.dtype(np.uint8))
     assert (tiling.grid, tiling.num_tiles) == ((1, 32, 32), 1024)
     assert tiling.num_bytes == 3 * 224 * 224 + 4 * 1025
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 50), (1, 20, 18, 16), (1, 9000), (1, 8, 8)])
+def test_what_is_announced_is_what_is_read(shape: tuple[int, ...]) -> None:
+    tiling = Tiling(shape, tile_of(shape, 1), np.dtype(np.uint8))
+    rng = np.random.default_rng(0)
+    packed = np.frombuffer(tiling.pack(rng.integers(0, 256, shape, dtype=np.uint8), 0), np.uint8)
+    for _ in range(30):
+        box = random_box(shape, rng)
+        wanted, read = tiling.read(packed, box, 0)
+        num_announced = 0
+        alone = np.zeros_like(packed)
+        alone[tiling.data_bytes :] = packed[tiling.data_bytes :]
+        for first, last in tiling.runs(box):
+            alone[first:last] = packed[first:last]
+            num_announced += last - first
+        np.testing.assert_array_equal(tiling.read(alone, box, 0)[0], wanted)
+        assert num_announced <= read  # which has checksums in it
 
 
 # -- damage ----------------------------------------------------------------------------------------

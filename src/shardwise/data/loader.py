@@ -137,11 +137,12 @@ class Loader:
         chosen = bits[indices] if bits is not None else None
         views = self.augment.views(source.shape, len(indices), chosen)
         numbers = indices.tolist()
-        x = _gathered(source.read, numbers, views, box, np.zeros(_size(box), source.dtype))
+        x = np.zeros(_size(box), source.dtype)
+        _gather(x, source.read, source.expect, numbers, views, box)
         x = self.augment.normalised(x, source.scale, slice(box.starts[1], box.stops[1]))
         y = np.full(_size(label_box), IGNORED, np.int64)
         if self.label_shape:
-            _gathered(source.label, numbers, views.of_space(), label_box, y)
+            _gather(y, source.label, source.expect_label, numbers, views.of_space(), label_box)
         else:
             y[:] = [source.label(n) for n in numbers[label_box.starts[0] : label_box.stops[0]]]
         return Batch(self._tensor(x), self._tensor(y), tuple(numbers), epoch)
@@ -162,19 +163,23 @@ def _size(box: Box) -> list[int]:
     return [max(0, size) for size in box.shape]
 
 
-def _gathered(
+def _gather(
+    out: np.ndarray,
     read: Callable[[int, Box], Any],
+    expect: Callable[[int, Box], None],
     numbers: list[int],
     views: Views,
     box: Box,
-    out: np.ndarray,
-) -> np.ndarray:
+) -> None:
     """Puts a box of a batch, of samples or of labels, into `out`, which is padding so far."""
     if out.size == 0:
-        return out
+        return
     samples = slice(box.starts[0], box.stops[0])
-    looks = views[samples].looks(Box(box.starts[1:], box.stops[1:]))
-    for index, look, part in zip(numbers[samples], looks, out, strict=True):
+    chosen = numbers[samples]
+    looks = list(views[samples].looks(Box(box.starts[1:], box.stops[1:])))
+    for index, look in zip(chosen, looks, strict=True):
+        if look is not None:
+            expect(index, look.box)
+    for index, look, part in zip(chosen, looks, out, strict=True):
         if look is not None:
             look.put(read(index, look.box), part)
-    return out

@@ -42,6 +42,12 @@ class Source(ABC):
     def _read_label(self, index: int, box: Box) -> np.ndarray | int:
         """This box of a label, or the label itself where it is one number."""
 
+    def expect(self, index: int, box: Box) -> None:  # noqa: B027, most have nothing to do
+        """Says that this box of a sample will be read soon; a source may have the disk begin."""
+
+    def expect_label(self, index: int, box: Box) -> None:  # noqa: B027
+        """The same for a label."""
+
     def where(self, index: int) -> str:
         """What a message calls a sample."""
         return f"sample {index} of {self.name}"
@@ -117,6 +123,12 @@ class Subset(Source):
 
     def where(self, index: int) -> str:
         return self.source.where(int(self.indices[index]))
+
+    def expect(self, index: int, box: Box) -> None:
+        self.source.expect(int(self.indices[index]), box)
+
+    def expect_label(self, index: int, box: Box) -> None:
+        self.source.expect_label(int(self.indices[index]), box)
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]

@@ -106,6 +106,18 @@ class Tiling:
             raise Damaged
         return self._joined(tiles, box, first), tiles.nbytes + CHECKSUM.itemsize * len(numbers)
 
+    def runs(self, box: Box) -> list[tuple[int, int]]:
+        """Where in the packed bytes the tiles of a box lie: first and last byte of each run."""
+        if box.empty:
+            return []
+        if self.num_tiles == 1 or box.shape == self.shape:
+            return [(0, self.data_bytes)]
+        tile_bytes = self.data_bytes // self.num_tiles
+        bounds = zip(box.starts, box.stops, self.tile, strict=True)
+        touched = self._numbers[tuple(slice(lo // side, -(-hi // side)) for lo, hi, side in bounds)]
+        rows = touched.reshape(-1, touched.shape[-1])
+        return [(a * tile_bytes, (b + 1) * tile_bytes) for a, b in rows[:, [0, -1]].tolist()]
+
     @cached_property
     def _numbers(self) -> np.ndarray:
         return np.arange(self.num_tiles).reshape(self.grid)
