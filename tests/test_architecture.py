@@ -78,6 +78,11 @@ def test_the_zoo_imports_nothing_of_the_rest() -> None:
         assert imported(path) <= {"zoo"}, path.name
 
 
+def test_data_knows_boxes_and_nothing_of_plans() -> None:
+    for path in (SOURCE / "data").glob("*.py"):
+        assert imported(path) <= {"data", "box", "errors"}, path.name
+
+
 def test_public_names_exist() -> None:
     for name in shardwise.__all__:
         assert hasattr(shardwise, name)

@@ -33,8 +33,9 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["verify", "train"]),
+        ([], ["verify", "train", "pack"]),
         (["verify"], ["--workers", "--split", "--random-plans", "--plan", "--input", "--option"]),
+        (["pack"], ["--stripes", "--on-error", "--subset", "--size", "--num-classes"]),
         (["train"], ["--workers", "--epochs", "--batch", "--lr", "--seed", "--split"]),
     ],
 )

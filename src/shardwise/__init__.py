@@ -1,6 +1,6 @@
 """Trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
 
-from shardwise import zoo
+from shardwise import data, zoo
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.config import Config
@@ -31,6 +31,7 @@ __all__ = [
     "Trace",
     "WorkerError",
     "capture",
+    "data",
     "init_from_environment",
     "optimizer",
     "parallelize",

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
-from shardwise import __version__
+from shardwise import __version__, data
+from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
@@ -184,6 +186,50 @@ def train(
         seconds = time.perf_counter() - start
         accuracy = 100 * history[-1].accuracy
         print(f"test accuracy {accuracy:.2f} % after {epochs} epochs, {seconds:.0f} s in all")
+
+
+@app.command()
+def pack(
+    source: Annotated[
+        str, typer.Argument(help="digits, synthetic:100x3x32x32, or a folder of samples.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The store to write; it must not exist.")],
+    stripes: Annotated[int, typer.Option(help="Over how many files samples are dealt.")] = 32,
+    on_error: Annotated[
+        str, typer.Option(help="What a sample that cannot be read does: raise, or skip.")
+    ] = "raise",
+    subset: Annotated[
+        str | None, typer.Option(help="Of digits and CIFAR-10: train, test or all.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Of a folder of images: resize them, such as 224x224.")
+    ] = None,
+    num_classes: Annotated[
+        int | None, typer.Option(help="Of arrays and synthetic samples.")
+    ] = None,
+) -> None:
+    """Pack samples into a store: memory-mapped stripes with checksums, for reading in part.
+
+    A folder holds CIFAR-10's binary files, images.npy and labels.npy, a zarr group with images and
+    labels, JPEG and PNG images in a subfolder per class, or a store.
+    """
+    height_width = parse_shape(size) if size is not None else None
+    if height_width is not None and len(height_width) != 2:
+        raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
+    opened = open_lazily(source, on_error, subset, height_width, num_classes)
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"packing {escape(source)}", total=len(opened))
+        left_out = data.pack(
+            opened,
+            folder,
+            num_stripes=stripes,
+            on_error=on_error,
+            sample_done=lambda: progress.advance(task),
+        )
+    for reason in left_out.values():
+        print(f"left out: {reason}", file=sys.stderr)
+    print(f"{len(opened) - len(left_out)} samples in {folder}, {len(left_out)} left out")
 
 
 MachineOption = Annotated[

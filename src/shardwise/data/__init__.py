@@ -1,0 +1,45 @@
+"""Data: sources of samples, stores, and a loader that reads a rank's box of every batch.
+
+>>> from shardwise.data import Loader, open_source
+>>> for batch in Loader(open_source("digits"), batch=512):
+...     print(batch.x.shape)
+torch.Size([512, 1, 8, 8])
+torch.Size([512, 1, 8, 8])
+torch.Size([413, 1, 8, 8])
+"""
+
+from .arrays import Arrays, Zarr, npy
+from .augment import Augment, flips
+from .cifar import Cifar10
+from .digits import digits
+from .folder import ImageFolder
+from .loader import Batch, Loader
+from .opening import open_source
+from .order import Batches, shuffled
+from .pack import pack
+from .source import Source, Subset, bad_samples, without
+from .store import Store
+from .synthetic import Synthetic
+
+__all__ = [
+    "Arrays",
+    "Augment",
+    "Batch",
+    "Batches",
+    "Cifar10",
+    "ImageFolder",
+    "Loader",
+    "Source",
+    "Store",
+    "Subset",
+    "Synthetic",
+    "Zarr",
+    "bad_samples",
+    "digits",
+    "flips",
+    "npy",
+    "open_source",
+    "pack",
+    "shuffled",
+    "without",
+]

@@ -1,0 +1,211 @@
+"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, or zarr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.box import Box
+from shardwise.errors import ShardwiseError
+
+from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names
+
+IMAGES, LABELS = "images", "labels"
+MAX_CLASSES = 1_000_000  # more is a slip: labels that are no classes
+
+
+class Arrays(Source):
+    """Samples [number, channels, *space] and labels [number] or [number, *space].
+
+    Anything that numpy's basic slices can cut will do, so that memory-mapped files and zarr arrays
+    are read no further than they are asked for.
+    """
+
+    def __init__(
+        self,
+        images: Any,
+        labels: Any,
+        name: str,
+        classes: tuple[str, ...] | None = None,
+        num_classes: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        self.name, self.images, self.labels = name, images, labels
+        self._check()
+        self.shape, self.dtype = tuple(images.shape[1:]), np.dtype(images.dtype)
+        self.label_shape = tuple(labels.shape[1:])
+        self.classes = classes or class_names(num_classes or self._count_classes())
+        self.scale = scale if scale is not None else scale_of(self.dtype)
+
+    def __len__(self) -> int:
+        return int(self.images.shape[0])
+
+    def _check(self) -> None:
+        images, labels = self.images, self.labels
+        kinds = ((images, KINDS, IMAGES, "numbers"), (labels, LABEL_KINDS, LABELS, "integers"))
+        for array, allowed, what, right in kinds:
+            dtype = np.dtype(array.dtype)
+            if dtype.kind not in allowed or dtype.itemsize > MAX_ITEM_BYTES:
+                raise ShardwiseError(f"{what} of {self.name} are {array.dtype}, and not {right}")
+        if len(images.shape) < 3 or 0 in images.shape:
+            raise ShardwiseError(
+                f"images of {self.name} must be samples x channels x space, and are "
+                f"{_times(images.shape)}"
+            )
+        count, space = images.shape[0], tuple(images.shape[2:])
+        if tuple(labels.shape) not in ((count,), (count, *space)):
+            raise ShardwiseError(
+                f"labels of {self.name} must be {count} or {_times((count, *space))}, and are "
+                f"{_times(labels.shape)}"
+            )
+
+    def _count_classes(self) -> int:
+        """One more than the highest label; labels that are volumes are too much to look through."""
+        if self.label_shape:
+            raise ShardwiseError(
+                f"labels of {self.name} are volumes: say how many classes there are (num_classes)"
+            )
+        highest = int(np.max(self.labels[:]))
+        if not 0 <= highest < MAX_CLASSES:
+            raise ShardwiseError(f"{self.name} has label {highest}, which is no class")
+        return highest + 1
+
+    def _read(self, index: int, box: Box) -> np.ndarray:
+        return self._cut(self.images, index, box)
+
+    def _read_label(self, index: int, box: Box) -> np.ndarray | int:
+        label = self._cut(self.labels, index, box)
+        return label if self.label_shape else int(label)
+
+    def _cut(self, array: Any, index: int, box: Box) -> np.ndarray:
+        self.bytes_read += self._bytes_of(array, box)
+        return array[(index, *map(slice, box.starts, box.stops))]
+
+    def _bytes_of(self, array: Any, box: Box) -> int:
+        return box.numel * array.dtype.itemsize
+
+
+def scale_of(dtype: np.dtype) -> float:
+    """Bytes are taken as brightness, as everyone does; other numbers as they are."""
+    return 1 / 255 if dtype == np.uint8 else 1.0
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
+
+
+# -- .npy ------------------------------------------------------------------------------------------
+
+
+def npy(folder: str | Path, num_classes: int | None = None) -> Arrays:
+    """A folder with `images` and `labels`, each one memory-mapped .npy file, or a folder of many.
+
+    In a folder every file is one sample, or one label that is a volume, in the order of the names.
+    """
+    folder = Path(folder)
+    images, labels = (_npy_or_files(folder, what) for what in (IMAGES, LABELS))
+    return Arrays(images, labels, str(folder), num_classes=num_classes)
+
+
+def _npy_or_files(folder: Path, what: str) -> np.ndarray | NpyFiles:
+    return (
+        NpyFiles(folder / what) if (folder / what).is_dir() else _open_npy(folder / f"{what}.npy")
+    )
+
+
+class NpyFiles:
+    """Files of one array each, to be cut as if they were one array; opened when they are read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.glob("*.npy"))
+        if not self.files:
+            raise ShardwiseError(f"{folder} has no .npy files")
+        first = _open_npy(self.files[0])
+        self.shape, self.dtype = (len(self.files), *first.shape), first.dtype
+
+    def __getitem__(self, place: tuple[Any, ...]) -> np.ndarray:
+        index, *box = place
+        array = _open_npy(self.files[index])
+        if (array.shape, array.dtype) != (self.shape[1:], self.dtype):
+            raise ShardwiseError(
+                f"{self.files[index]} is {_times(array.shape)} of {array.dtype}, and the first is "
+                f"{_times(self.shape[1:])} of {self.dtype}"
+            )
+        return array[tuple(box)]
+
+
+def _open_npy(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ShardwiseError(f"there is no {path}") from None
+    except Exception as error:  # numpy evaluates the header as Python: it may fail in any way
+        raise ShardwiseError(f"{path} is no .npy file that can be read: {_first(error)}") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ShardwiseError(f"{path} is an archive of arrays, and not one array")
+    return np.asarray(array)  # a plain array is cut several times as fast as a np.memmap
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# -- zarr ------------------------------------------------------------------------------------------
+
+
+class Zarr(Arrays):
+    """A zarr group with arrays `images` and `labels`; whole chunks are read, and counted.
+
+    To zarr a missing chunk is one of zeros, so a lost file is not noticed; in a store it is.
+    """
+
+    def __init__(self, folder: str | Path, num_classes: int | None = None) -> None:
+        images, labels = (_open_zarr(Path(folder), what) for what in (IMAGES, LABELS))
+        super().__init__(images, labels, str(folder), num_classes=num_classes)
+
+    def _count_classes(self) -> int:
+        return self._decoded(super()._count_classes)
+
+    def _cut(self, array: Any, index: int, box: Box) -> np.ndarray:
+        part = self._decoded(lambda: super(Zarr, self)._cut(array, index, box))
+        return np.asarray(part)
+
+    def _decoded(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except ShardwiseError:
+            raise
+        except Exception as error:  # a codec may fail in any way on a damaged chunk
+            raise ShardwiseError(f"{self.name} cannot be read: {_first(error)}") from None
+
+    def _bytes_of(self, array: Any, box: Box) -> int:
+        """The chunks that the box touches, before compression."""
+        chunk = array.chunks
+        num_chunks = prod(
+            -(-stop // size) - start // size
+            for start, stop, size in zip(box.starts, box.stops, chunk[1:], strict=True)
+        )
+        return num_chunks * prod(chunk) * array.dtype.itemsize
+
+
+def _open_zarr(folder: Path, what: str) -> Any:
+    try:
+        import zarr
+    except ImportError:
+        raise ShardwiseError(f"{folder} needs zarr, which is not installed") from None
+    try:
+        array = zarr.open_group(str(folder), mode="r")[what]
+        description = str(array.metadata.to_dict()).lower()
+    except Exception as error:
+        raise ShardwiseError(f"{folder} has no zarr array {what!r}: {_first(error)}") from None
+    if not isinstance(array, zarr.Array):
+        raise ShardwiseError(f"{folder}/{what} is a zarr group, and not an array")
+    if "pickle" in description:
+        raise ShardwiseError(f"{folder}/{what} holds pickles, which are never loaded")
+    return array

@@ -1,0 +1,109 @@
+"""What a user writes for a data set, and the source it stands for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+
+from .arrays import IMAGES, Zarr, npy
+from .cifar import TEST, TRAIN, Cifar10
+from .digits import digits
+from .folder import ImageFolder
+from .source import Source, bad_samples, check_on_error, without
+from .store import HEADER, Store
+from .synthetic import Synthetic
+
+logger = logging.getLogger(__name__)
+ZARR = (".zgroup", "zarr.json")
+
+
+def open_source(
+    spec: str | Path,
+    *,
+    subset: str | None = None,
+    size: tuple[int, int] | None = None,
+    num_classes: int | None = None,
+    on_error: str = "raise",
+) -> Source:
+    """The source of `digits`, `synthetic:100x3x32x32` or a folder, told by what lies in it.
+
+    A folder is a store (store.json), CIFAR-10 (data_batch_1.bin), arrays (images.npy, or a folder
+    images of .npy files, and labels alike), a zarr group (with images and labels), or images in
+    one subfolder per class.
+
+    With on_error="skip", samples that cannot be read are named in a warning and left out. For that
+    all are read once, here: ranks that found out while training would see different batches.
+
+    >>> len(open_source("digits", subset="test"))
+    360
+    """
+    source = open_lazily(spec, on_error, subset, size, num_classes)
+    if on_error == "raise":
+        return source
+    bad = bad_samples(source)
+    for reason in bad.values():
+        logger.warning("left out: %s", reason)
+    return without(source, bad)
+
+
+def open_lazily(
+    spec: str | Path,
+    on_error: str = "raise",
+    subset: str | None = None,
+    size: tuple[int, int] | None = None,
+    num_classes: int | None = None,
+) -> Source:
+    """The same, but a sample that cannot be read stays, and says so when it is read."""
+    check_on_error(on_error)
+    text = str(spec)
+    given = {"subset": subset, "size": size, "num_classes": num_classes}
+    options = {name: value for name, value in given.items() if value is not None}
+    if text == "digits":
+        return digits(**_only(options, text, "subset"))
+    if text.startswith("synthetic:"):
+        count, *shape = _numbers(text)
+        return Synthetic(count, tuple(shape), **_only(options, text, "num_classes"))
+    return _open_folder(Path(spec), on_error, options)
+
+
+def _open_folder(folder: Path, on_error: str, options: dict[str, Any]) -> Source:
+    if not folder.is_dir():
+        raise ShardwiseError(
+            f"{folder} is neither a folder, nor digits, nor synthetic:100x3x32x32 or the like"
+        )
+
+    def holds(*names: str) -> bool:
+        return any((folder / name).exists() for name in names)
+
+    kind = str(folder)
+    if holds(HEADER):
+        _only(options, kind)
+        return Store(folder, on_error)
+    if holds(*TRAIN, *TEST):
+        return Cifar10(folder, **_only(options, kind, "subset"))
+    if holds(f"{IMAGES}.npy") or next((folder / IMAGES).glob("*.npy"), None):
+        return npy(folder, **_only(options, kind, "num_classes"))
+    if holds(*ZARR):
+        return Zarr(folder, **_only(options, kind, "num_classes"))
+    return ImageFolder(folder, **_only(options, kind, "size"))
+
+
+def _only(options: dict[str, Any], what: str, *allowed: str) -> dict[str, Any]:
+    """The options, which must all be for this kind of source: none is passed over in silence."""
+    for name in options:
+        if name not in allowed:
+            raise ShardwiseError(f"{name} is no option of {what}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in text.removeprefix("synthetic:").split("x")]
+    except ValueError:
+        numbers = []
+    if len(numbers) < 3:
+        raise ShardwiseError(f"{text} must be like synthetic:100x3x32x32: samples, channels, space")
+    return numbers
