@@ -3,6 +3,7 @@
 from shardwise import data, zoo
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
+from shardwise.comm import LostPeer
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Layer",
     "LayerGraph",
+    "LostPeer",
     "ParallelModel",
     "Plan",
     "PlanError",

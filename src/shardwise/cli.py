@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from json import dumps
@@ -15,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwise import __version__, data
+from shardwise.comm import LostPeer
 from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
@@ -40,6 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; a user's mistake is one line, not a traceback, and exit code 2."""
     try:
         app(arguments)
+    except LostPeer as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # at once: threads may still wait for the peer
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import LostPeer
 from shardwise.errors import ShardwiseError
 
 HOST = "127.0.0.1"
@@ -123,6 +124,8 @@ def _work(setup: _Setup, connection: Connection) -> None:
             function, args = connection.recv()
         _join_group(setup)
         connection.send(("result", function(*args)))
+    except LostPeer as error:
+        connection.send(("lost", str(error)))
     except ShardwiseError as error:
         connection.send(("sentence", str(error)))
     except BaseException:
@@ -181,7 +184,10 @@ def _failure(workers: list[_Worker], rank: int, kind: str, value: str) -> Except
     # A rank that dies makes the others fail, and one of these may report first.
     if wait([worker.process.sentinel for worker in workers], timeout=0.5):
         dead = next(r for r, worker in enumerate(workers) if not worker.process.is_alive())
-        return _death(workers, dead)
+        death = _death(workers, dead)
+        return WorkerError(f"{death}; {value}") if kind == "lost" else death
+    if kind == "lost":
+        return WorkerError(value)
     return WorkerError(f"worker {rank} of {len(workers)} failed:\n{value}")
 
 

@@ -83,11 +83,15 @@ class Flight:
         timeline = self.comm.timeline
         before = timeline.switch()
         start = timeline.now()
-        try:
-            for work in works:
+        for number, work in enumerate(works):
+            try:
                 work.wait()
-        except RuntimeError as error:
-            raise LostPeer(self._complaint(str(error))) from error
+            except RuntimeError as error:
+                apart = len(works) == len(self.peers)  # a message each, or one work for all?
+                peers = self.peers[number : number + 1] if apart else self.peers
+                raise LostPeer(
+                    complaint(self.comm, self.action, peers, self.about, error)
+                ) from None
         if timeline.on:
             end = timeline.now()
             landed = self._landed if self._landed > self._begin else end
@@ -97,15 +101,19 @@ class Flight:
             )
             timeline.switch(*before)
 
-    def _complaint(self, reason: str) -> str:
-        comm = self.comm
-        others = [str(comm.name_of(peer)) for peer in self.peers if peer != comm.rank]
-        plural = "s" if len(others) > 1 else ""
-        first = reason.strip().splitlines()[0] if reason.strip() else "the connection was lost"
-        return (
-            f"rank {comm.name_of(comm.rank)} waited for rank{plural} {', '.join(others)} in the "
-            f"{self.action} of {self.about.name}, which did not come: {first}"
-        )
+
+def complaint(
+    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
+) -> str:
+    """One sentence about a communication that failed: who waited for whom, and in what."""
+    others = [str(comm.name_of(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
+    whom = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else "the connection was lost"
+    return (
+        f"rank {comm.name_of(comm.rank)} waited in vain for {whom} in the {action} of "
+        f"{about.name}: {reason}"
+    )
 
 
 class Communicator:
@@ -155,7 +163,7 @@ class Communicator:
                 if buffer is not arrived:
                     buffer.copy_(arrived)
 
-        peers = dict.fromkeys([p for p, _ in receives] + [p for p, _ in sends])
+        peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
         return Pending(works, finish, Flight(self, action, peers, about))
 
     def all_gather(
@@ -265,7 +273,12 @@ class Communicator:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self.group)
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except RuntimeError as error:
+            about = About("what all ranks must agree on")
+            message = complaint(self, "exchange", range(self.size), about, error)
+            raise LostPeer(message) from None
         return values
 
     def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
