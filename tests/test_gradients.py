@@ -19,6 +19,7 @@ ENGINES = [
     Engine("layer"),
     Engine("chunks", last=1),
     Engine("chunks", last=3),
+    Engine("chunks", last="auto"),
     Engine("buckets", bucket=1000),
 ]
 OPTIMIZERS = {
@@ -105,6 +106,7 @@ def test_chunks_are_summed_as_the_engine_says() -> None:
     counts = {
         engine.mode + str(engine.last or ""): len(shared_pool(4).run(_sums, engine)[0]) - 1
         for engine in ENGINES
+        if engine.last != "auto"
     }
     assert counts["end"] == 1
     assert counts["layer"] == 5  # the linear layer that is used twice is summed once
@@ -136,3 +138,23 @@ def test_chunk_sizes() -> None:
     assert Engine("layer").chunks([]) == []
     with pytest.raises(ValueError, match="mode 'soon' must be one of"):
         Engine("soon")
+    with pytest.raises(ValueError, match="last 'some' must be a number of layers, or auto"):
+        Engine("chunks", last="some")  # type: ignore[arg-type]
+    assert [e.last for e in Engine("chunks", last="auto").choices(10)] == [1, 2, 4, 5, 7, 8, 10]
+    assert Engine("end").choices(10) == [Engine("end")]
+
+
+def _chosen() -> tuple[Any, bool]:
+    plain, x = seeded(Net()), seeded_input((8, 3, 8, 7))
+    plan = Plan.uniform(capture(plain, x), 4, n=4)
+    model = parallelize(plain, plan, gradients=Engine("chunks", last="auto"))
+    choice = model._shardwise.choice
+    for _ in range(3 * len(choice.engines)):
+        assert not choice.decided
+        model(x).sum().backward()
+    return choice.engine.last, choice.decided
+
+
+def test_all_ranks_settle_on_the_same_k() -> None:
+    found = shared_pool(4).run(_chosen)
+    assert len(set(found)) == 1 and found[0][1]

@@ -256,7 +256,10 @@ links:
         ("--cluster {tmp}/bad.yaml", "links.0.latency: Field required"),
         ("--workers 0", "workers: Input should be greater than or equal to 1"),
         ("--workers 9 --cluster 4x10Gb", "9 workers are more than its levels hold: 4"),
-        ("--gradients soon", "gradients 'soon' must be end, layer, chunks:K or buckets:SIZE"),
+        (
+            "--gradients soon",
+            "gradients 'soon' must be end, layer, chunks:K, chunks:auto or buckets:SIZE",
+        ),
         ("--gradients chunks", "gradients 'chunks' must be"),
         ("--gradients chunks:0", "gradients 'chunks:0' must be"),
         ("--gradients chunks:²", "gradients 'chunks:²' must be"),

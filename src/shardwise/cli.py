@@ -252,8 +252,8 @@ Memory = Annotated[
 Gradients = Annotated[
     str,
     typer.Option(
-        help="When gradients are summed: end, layer, chunks:K (the last K layers first) or "
-        "buckets:SIZE."
+        help="When gradients are summed: end, layer, chunks:K (the last K layers first), "
+        "chunks:auto (the best K) or buckets:SIZE."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 MODES = ("end", "layer", "chunks", "buckets")
+PARTS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)  # of the layers, that "auto" tries as first chunk
 
 
 @dataclass(frozen=True)
@@ -13,19 +15,28 @@ class Engine:
     """When the sums of gradients start, while the backward pass goes on.
 
     "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
-    of the last k layers with weights together as soon as they are ready, the rest at the end (P3);
-    "buckets": whenever so many bytes are ready.
+    of the last k layers with weights together as soon as they are ready, the rest at the end (P3;
+    "auto" finds the best k in the first steps); "buckets": whenever so many bytes are ready.
     """
 
     mode: str = "buckets"
-    last: int = 0
+    last: int | Literal["auto"] = 0
     bucket: int = 8 << 20
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r} must be one of {', '.join(MODES)}")
-        if self.last < 0 or self.bucket < 1:
+        if isinstance(self.last, str) and self.last != "auto":
+            raise ValueError(f"last {self.last!r} must be a number of layers, or auto")
+        if (self.last != "auto" and self.last < 0) or self.bucket < 1:
             raise ValueError(f"{self}: last must be 0 or more, and bucket 1 byte or more")
+
+    def choices(self, num_layers: int) -> list[Engine]:
+        """The engines to choose from for a model with so many layers with weights."""
+        if self.mode != "chunks" or self.last != "auto":
+            return [self]
+        tried = {max(1, round(part * num_layers)) for part in PARTS}
+        return [replace(self, last=last) for last in sorted(tried)]
 
     def flushes(self, index: int, pending: float) -> bool:
         """Whether to sum what is pending after the index-th layer with weights, last first."""

@@ -19,6 +19,7 @@ from shardwise.program import Program, Run
 from shardwise.strategies import Gradients
 
 Tensors = dict[str, torch.Tensor]
+TRIALS = 3  # backward passes of each engine that is tried; the first one does not count
 
 
 @dataclass(eq=False)
@@ -146,6 +147,34 @@ class GradientSums:
         found = self._views | self.whole
         self.pending, self.written, self.whole = [], set(), {}
         return found
+
+
+class Choice:
+    """Which of several engines to use: each is tried in turn, then the fastest of them stays."""
+
+    def __init__(self, engines: list[Engine], comm: Communicator) -> None:
+        self.engines, self.comm = engines, comm
+        self._seconds: list[list[float]] = [[] for _ in engines]
+        self._trials = 0
+
+    @property
+    def decided(self) -> bool:
+        return len(self.engines) == 1
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[self._trials % len(self.engines)]
+
+    def note(self, seconds: float) -> None:
+        """A backward pass with the present engine took so long; all ranks decide together."""
+        if self.decided:
+            return
+        self._seconds[self._trials % len(self.engines)].append(seconds)
+        self._trials += 1
+        if self._trials == TRIALS * len(self.engines):
+            ranks = self.comm.gather_objects([min(own[1:]) for own in self._seconds])
+            slowest = [max(own) for own in zip(*ranks, strict=True)]
+            self.engines = [self.engines[slowest.index(min(slowest))]]
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.exchange import memory_format_of, start
-from shardwise.gradients import GradientSums, Late
+from shardwise.gradients import Choice, GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, compile_program, param_layouts, to_all
@@ -248,10 +249,12 @@ class ParallelModel(nn.Module):
         params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
         # Gradients of an earlier backward pass lie where those of this one will be put.
         before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+        begin = time.perf_counter()
         sums = state.gradient_sums(program, params)
         inputs = runtime.backward(parts, params, sums)
         for name, gradient in sums.finish(state.late if state.settle else None).items():
             params[name].grad = gradient.add_(before[name]) if name in before else gradient
+        state.choice.note(time.perf_counter() - begin)
         return [self._input_gradient(program, name, inputs.get(name)) for name in program.inputs]
 
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
@@ -443,25 +446,30 @@ class _State:
         if output not in ("full", "local"):
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
-        self.engine, self.lane = engine, comm.in_lane("gradients")
-        self._sums: dict[int, GradientSums] = {}  # by program
+        self.lane = comm.in_lane("gradients")
+        self._sums: dict[tuple[int, Engine], GradientSums] = {}  # by program
         self.late = Late()  # gradients that wait for an optimizer that delays updates
         self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self.modules: dict[str, nn.Module] = {}
         self._programs: dict[Any, Program] = {}
         self.ready: dict[int, Program] = {}  # programs whose process groups are made
         graph = graphs(True, plan.inputs[0][0])
-        plan.check(graph)
         self.agree(plan.to_json(), "was started with another plan than rank 0")
+        self.agree(graph.signature, "was started with another model than rank 0")
+        plan.check(graph)
+        layers = sum(1 for layer in graph.layers if layer.params)
+        self.choice = Choice(engine.choices(layers), comm)
         self.layouts = param_layouts(graph, plan)
 
     def gradient_sums(self, program: Program, params: Tensors) -> GradientSums:
         """The engine of this program; new buffers where parameters have changed their kind."""
-        known = self._sums.get(id(program))
+        engine = self.choice.engine
+        known = self._sums.get((id(program), engine))
         if known is None or not known.fits(params):
-            known = self._sums[id(program)] = GradientSums.of(
-                program, params, self.engine, self.lane
-            )
+            if self.choice.decided:
+                self._sums = {key: own for key, own in self._sums.items() if key[1] == engine}
+            known = GradientSums.of(program, params, engine, self.lane)
+            self._sums[id(program), engine] = known
         return known
 
     def agree(self, value: str, otherwise: str) -> None:

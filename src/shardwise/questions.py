@@ -107,13 +107,15 @@ def parse_engine(text: str) -> Engine:
     mode, _, value = text.partition(":")
     if mode in ("end", "layer") and not value:
         return Engine(mode)
+    if text == "chunks:auto":
+        return Engine(mode, last="auto")
     if mode == "chunks" and value.isascii() and value.isdigit() and int(value) > 0:
         return Engine(mode, last=int(value))
     if mode == "buckets" and value:
         return Engine(mode, bucket=parse_size(value))
     raise ShardwiseError(
-        f"gradients {text!r} must be end, layer, chunks:K or buckets:SIZE, such as chunks:9 or "
-        "buckets:25MiB"
+        f"gradients {text!r} must be end, layer, chunks:K, chunks:auto or buckets:SIZE, such as "
+        "chunks:9 or buckets:25MiB"
     )
 
 

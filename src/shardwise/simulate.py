@@ -43,8 +43,12 @@ def simulate(
     trainable = frozenset(name for layer in graph.layers for name in layer.params)
     program = compile_program(graph, plan, 0, trainable)
     network = Network(cluster)
-    simulator = _Simulator(program, plan, trainable, network, timer, training, engine or Engine())
-    return simulator.run()
+    layers = sum(1 for layer in graph.layers if layer.params)
+    traces = [
+        _Simulator(program, plan, trainable, network, timer, training, choice).run()
+        for choice in (engine or Engine()).choices(layers)
+    ]
+    return min(traces, key=lambda trace: trace.seconds)
 
 
 class _Simulator:
