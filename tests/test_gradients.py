@@ -21,6 +21,7 @@ ENGINES = [
     Engine("chunks", last=3),
     Engine("chunks", last="auto"),
     Engine("buckets", bucket=1000),
+    Engine("layer", wait="step"),
 ]
 OPTIMIZERS = {
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.05, nesterov=True),
@@ -68,7 +69,7 @@ def _weights(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: f"{e.mode}{e.last or ''}")
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: f"{e.mode}{e.last or ''} {e.wait}")
 def test_weights_after_20_steps_are_those_of_one_device(engine: Engine, optimizer: str) -> None:
     alone = train(seeded(Net()), optimizer, 20).state_dict()
     splits = [{"n": 4}, {"n": 2, "h": 2}, {"n": 2, "f": 2}]
@@ -106,12 +107,44 @@ def test_chunks_are_summed_as_the_engine_says() -> None:
     counts = {
         engine.mode + str(engine.last or ""): len(shared_pool(4).run(_sums, engine)[0]) - 1
         for engine in ENGINES
-        if engine.last != "auto"
+        if engine.last != "auto" and engine.wait == "backward"
     }
     assert counts["end"] == 1
     assert counts["layer"] == 5  # the linear layer that is used twice is summed once
     assert counts["chunks1"] == counts["chunks3"] == 2
     assert 1 < counts["buckets"] < 5
+
+
+def _two_optimizers() -> Any:
+    """Each waits for its own parameters; what none has is waited for before the next sums."""
+    plain, x, y = seeded(Net()), seeded_input((8, 3, 8, 7)), torch.arange(8) % 4
+    plan = Plan.uniform(capture(plain, x), 4, n=4)
+    model = parallelize(plain, plan, gradients=Engine("layer", wait="step"))
+    sets = [[p for n, p in model.named_parameters() if n.startswith(("conv", "norm"))]]
+    sets.append([p for n, p in model.named_parameters() if n.startswith("head")])
+    steppers = [torch.optim.SGD(own, lr=0.05, momentum=0.9) for own in sets]
+    left = []
+    for _ in range(5):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for stepper in steppers:
+            stepper.step()
+        left.append(len(model._shardwise.unfinished.pending))  # type: ignore[union-attr]
+    return model.state_dict(), left
+
+
+def test_optimizers_wait_for_their_own_parameters() -> None:
+    plain, x, y = seeded(Net()), seeded_input((8, 3, 8, 7)), torch.arange(8) % 4
+    own = [p for n, p in plain.named_parameters() if not n.startswith("twice")]
+    stepper = torch.optim.SGD(own, lr=0.05, momentum=0.9)
+    for _ in range(5):
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        stepper.step()
+    for state, left in shared_pool(4).run(_two_optimizers):
+        assert left == [1] * 5  # of the layer that no optimizer has
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
 
 
 def _views() -> bool:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch import LAUNCHERS, WorkerError, run_local, under_launcher
+from shardwise.launch import LAUNCHERS, WorkerError, _has_mpi, run_local, under_launcher
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -127,6 +128,24 @@ def test_a_launcher_is_recognised_by_its_variables(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert under_launcher()
+
+
+def test_mpi_is_used_under_mpirun_where_mpi4py_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in sum(LAUNCHERS, ()):
+        monkeypatch.delenv(name, raising=False)
+    installed = find_spec("mpi4py") is not None
+    for launcher, uses_mpi in (("OMPI_COMM_WORLD", installed), ("PMI", installed), ("", False)):
+        with monkeypatch.context() as patch:
+            prefix = f"{launcher}_" if launcher else ""
+            patch.setenv(f"{prefix}RANK", "0")
+            patch.setenv(f"{prefix}SIZE" if launcher else "WORLD_SIZE", "2")
+            assert under_launcher() and _has_mpi() == uses_mpi
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr("shardwise.launch.find_spec", lambda name: None)
+    assert under_launcher() and not _has_mpi()
 
 
 def _alive(pid: int) -> bool:

@@ -20,7 +20,7 @@ from shardwise.comm import LostPeer
 from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
-from shardwise.launch import WorkerError, choose_world
+from shardwise.launch import WorkerError, choose_world, end_all
 from shardwise.models import parse_options, parse_shape, parse_split
 from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
         os._exit(3)  # at once: threads may still wait for the peer
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        end_all(2)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+        end_all(3)
 
 
 def _version(asked: bool) -> None:
@@ -115,7 +115,7 @@ def verify(
     Trains the model three steps in float64, under each plan and on one device, and compares
     outputs, losses, every gradient, running statistics and weights. Without --plan, --split or
     --random-plans, the samples are split over the workers. Exit code 1 means that some tensor
-    differs by more than rounding. Also runs under torchrun.
+    differs by more than rounding. Also runs under torchrun or mpirun.
     """
     request = Request(
         spec=model,
@@ -180,8 +180,8 @@ def train(
 ) -> None:
     """Train a small network on scikit-learn's digits.
 
-    Runs on local workers, or on those that torchrun has started. Without --split, the samples are
-    split over the workers.
+    Runs on local workers, or on those that torchrun or mpirun has started. Without --split, the
+    samples are split over the workers.
     """
     degrees = parse_split(split) if split is not None else {}
     world = choose_world(workers, degrees)

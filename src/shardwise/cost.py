@@ -346,9 +346,12 @@ class Costs:
             for operand, need in zip(split.layer.operands, strategy.needs(split), strict=True)
             if operand.kind == "value"
         )
-        made = (strategy.partial(split) or strategy.output(split)).numels
+        partial, made = strategy.partial(split), strategy.output(split).numels
         both = 2.0 if self.training.gradients else 1.0  # gradients beside values
-        return (read + made) * both * self.training.itemsize
+        working = (read + (made if partial is None else partial.numels)) * both
+        if partial is not None:  # its parts as messages, and those of the others as they arrive
+            working = working + 2.0 * partial.numels
+        return working * self.training.itemsize
 
     # -- edges ---------------------------------------------------------------------------------
 

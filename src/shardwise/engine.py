@@ -17,15 +17,20 @@ class Engine:
     "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
     of the last k layers with weights together as soon as they are ready, the rest at the end (P3;
     "auto" finds the best k in the first steps); "buckets": whenever so many bytes are ready.
+    The backward pass waits for them, or (wait="step") each optimizer for those of its parameters:
+    until then `.grad` holds this rank's part, so leave it alone.
     """
 
     mode: str = "buckets"
     last: int | Literal["auto"] = 0
     bucket: int = 8 << 20
+    wait: Literal["backward", "step"] = "backward"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r} must be one of {', '.join(MODES)}")
+        if self.wait not in ("backward", "step"):
+            raise ValueError(f"wait {self.wait!r} must be backward or step")
         if isinstance(self.last, str) and self.last != "auto":
             raise ValueError(f"last {self.last!r} must be a number of layers, or auto")
         if (self.last != "auto" and self.last < 0) or self.bucket < 1:

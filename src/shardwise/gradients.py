@@ -7,7 +7,7 @@ starts the same sums in the same order, whether it had samples or not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class GradientSums:
     comm: Communicator
     written: set[str] = field(default_factory=set)
     whole: Tensors = field(default_factory=dict)  # gradients that need no sum
-    pending: list[Pending] = field(default_factory=list)
+    pending: list[tuple[frozenset[str], Pending]] = field(default_factory=list)
     late: Late = field(default_factory=lambda: Late())
 
     @classmethod
@@ -121,7 +121,8 @@ class GradientSums:
                 about = About(f"the gradients of {chunk.label}", "gradients")
                 for buffer in chunk.buffers:
                     self._zero(buffer)
-                    self.pending.append(self.comm.all_reduce(buffer.ranks, buffer.data, about))
+                    pending = self.comm.all_reduce(buffer.ranks, buffer.data, about)
+                    self.pending.append((frozenset(buffer.views), pending))
 
     def _zero(self, buffer: Buffer) -> None:
         """A rank without samples adds nothing."""
@@ -129,11 +130,18 @@ class GradientSums:
             if name not in self.written:
                 view.zero_()
 
-    def finish(self, delayed: Late | None = None) -> Tensors:
-        """Waits for all sums; the gradients of this rank's blocks. Late ones are put off further
-        where somebody collects them."""
-        for pending in self.pending:
+    def wait(self, wanted: Collection[str] | None = None) -> None:
+        """Waits for the sums of these parameters, or for all."""
+        due = [own for own in self.pending if wanted is None or not own[0].isdisjoint(wanted)]
+        self.pending = [own for own in self.pending if own not in due]
+        for _, pending in due:
             pending.wait()
+
+    def finish(self, delayed: Late | None = None, wait: bool = True) -> Tensors:
+        """The gradients of this rank's blocks, after all sums or (wait=False) while these go on.
+        Late ones are put off further where somebody collects them."""
+        if wait:
+            self.wait()
         if delayed is None:
             for name, gradient in self.late.take().items():
                 self.add(name, gradient)
@@ -145,7 +153,7 @@ class GradientSums:
             if name not in self.whole:  # a rank without samples
                 self.whole[name] = torch.zeros_like(param)
         found = self._views | self.whole
-        self.pending, self.written, self.whole = [], set(), {}
+        self.written, self.whole = set(), {}
         return found
 
 

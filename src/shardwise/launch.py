@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from math import prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -239,39 +240,78 @@ def choose_world(asked: int | None = None, split: Mapping[str, int] | None = Non
     return world
 
 
-def init_from_environment(timeout: float = 1800.0) -> torch.device:
+def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -> torch.device:
     """Joins the workers that a launcher has started; returns the device of this one.
 
-    NCCL where every worker of this host has a GPU of its own, else gloo.
+    The backend is NCCL where every worker of this host has a GPU of its own, MPI where mpirun has
+    started them and mpi4py is installed, else gloo.
     """
     launched = _launched()
     if launched is None:
         raise ShardwiseError("no launcher has started this process; use torchrun, mpirun or srun")
     rank, world, local_rank, local_world = launched
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
+    backend = backend or ("nccl" if gpu else "mpi4py" if _has_mpi() else "gloo")
+    if backend == "mpi4py":
+        _join_mpi(launched, timeout)
+        return torch.device("cpu")
     if local_world == world:  # one host
         os.environ.setdefault("MASTER_ADDR", HOST)
         os.environ.setdefault("MASTER_PORT", "29500")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
-    if gpu:
+    if backend == "nccl":
         torch.cuda.set_device(local_rank)
     dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
+        backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
-    return torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+
+
+def _join_mpi(launched: tuple[int, int, int, int], timeout: float) -> None:
+    rank, world, _, local_world = launched
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _num_cores() // local_world))
+    try:
+        from shardwise.comm import mpi  # starts MPI
+    except (ImportError, RuntimeError) as error:
+        raise ShardwiseError(
+            f"mpi4py cannot be used ({str(error).splitlines()[0]}); install an MPI library, as "
+            "pip install mpich does, or uninstall mpi4py"
+        ) from error
+    mpi.join(rank, world, timeout)
+
+
+def end_all(code: int) -> None:
+    """Ends this process with an exit code; the other workers of mpirun too, which wait for it."""
+    if dist.is_initialized() and dist.get_backend() == "mpi4py":
+        from shardwise.comm import mpi
+
+        mpi.abort(code)
+    sys.exit(code)
+
+
+def _has_mpi() -> bool:
+    """Whether mpirun has started this process, and mpi4py is there to use it."""
+    names = _launcher()
+    by_mpirun = names is not None and names[0].startswith(("OMPI_", "PMI_"))
+    return by_mpirun and find_spec("mpi4py") is not None
+
+
+def _launcher() -> tuple[str, str, str, str] | None:
+    """The names of the variables that a launcher has set."""
+    for names in LAUNCHERS:
+        rank, world = os.environ.get(names[0], ""), os.environ.get(names[1], "")
+        if rank.isdigit() and world.isdigit() and (names[0] == "RANK" or int(world) > 1):
+            return names
+    return None
 
 
 def _launched() -> tuple[int, int, int, int] | None:
     """Rank, world size, local rank and local world size as a launcher has set them."""
-    for names in LAUNCHERS:
-        rank, world, local_rank, local_world = (os.environ.get(name, "") for name in names)
-        if not (rank.isdigit() and world.isdigit()):
-            continue
-        if names[0] == "RANK" or int(world) > 1:
-            return int(rank), int(world), int(local_rank or rank), int(local_world or world)
-    return None
+    names = _launcher()
+    if names is None:
+        return None
+    rank, world, local_rank, local_world = (os.environ.get(name, "") for name in names)
+    return int(rank), int(world), int(local_rank or rank), int(local_world or world)

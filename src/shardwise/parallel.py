@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -245,6 +246,7 @@ class ParallelModel(nn.Module):
                 whole = Box.whole(program.layouts[name].shape)
                 gradient = gradient[program.boxes[name].slices_in(whole)]
             parts[name] = parts[name] + gradient if name in parts else gradient
+        self._wait_for_sums()  # of a step before, whose buffers are used again
         trainable = self._trainable()
         params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
         # Gradients of an earlier backward pass lie where those of this one will be put.
@@ -252,10 +254,21 @@ class ParallelModel(nn.Module):
         begin = time.perf_counter()
         sums = state.gradient_sums(program, params)
         inputs = runtime.backward(parts, params, sums)
-        for name, gradient in sums.finish(state.late if state.settle else None).items():
+        now = state.choice.engine.wait == "backward" or bool(before) or not state.choice.decided
+        for name, gradient in sums.finish(state.late if state.settle else None, now).items():
             params[name].grad = gradient.add_(before[name]) if name in before else gradient
+        if not now:
+            state.unfinished = sums
+            _unfinished.add(self)
         state.choice.note(time.perf_counter() - begin)
         return [self._input_gradient(program, name, inputs.get(name)) for name in program.inputs]
+
+    def _wait_for_sums(self, params: Collection[int] | None = None) -> None:
+        """Waits for sums that go on after backward, of parameters with these ids or of all."""
+        sums = self._shardwise.unfinished
+        if sums is not None:
+            named = self.named_parameters()
+            sums.wait(None if params is None else {n for n, p in named if id(p) in params})
 
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
         """The gradient of an input that is whole on every rank is the sum of all parts."""
@@ -322,6 +335,7 @@ class ParallelModel(nn.Module):
     def flush(self) -> None:
         """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
         state = self._shardwise
+        self._wait_for_sums()
         if state.settle is not None:
             state.settle(None)
 
@@ -437,6 +451,20 @@ class ParallelModel(nn.Module):
         return f"world={self.plan.world}"
 
 
+_unfinished: WeakSet[ParallelModel] = WeakSet()  # models whose sums may still be under way
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Every optimizer waits for the sums of its own parameters."""
+    if _unfinished:
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for model in list(_unfinished):
+            model._wait_for_sums(own)
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
 class _State:
     """What a parallel model knows beyond its modules: graphs, programs and layouts."""
 
@@ -448,6 +476,7 @@ class _State:
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
         self.lane = comm.in_lane("gradients")
         self._sums: dict[tuple[int, Engine], GradientSums] = {}  # by program
+        self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
         self.late = Late()  # gradients that wait for an optimizer that delays updates
         self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self.modules: dict[str, nn.Module] = {}

@@ -20,6 +20,7 @@ Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 _groups: dict[tuple[str, tuple[int, ...]], Any] = {}  # of this process, by lane and global ranks
 
 
+HOST_ONLY = ("gloo", "mpi4py")  # backends that move memory of the host only
 FEW = 8  # ranks that exchange messages directly
 SMALL = 64 << 10  # bytes of a sum that is sent whole to every rank
 
@@ -237,9 +238,10 @@ class Communicator:
     def _directly(self, ranks: tuple[int, ...]) -> bool:
         """Whether a few messages beat the backend's collective.
 
-        Gloo's take milliseconds to start on busy cores, its messages a fraction of that.
+        Gloo's take milliseconds to start on busy cores, its messages a fraction of that. MPI's
+        start as soon as messages, but gather through a buffer: 33 ms instead of 10 at 4 x 4 MiB.
         """
-        return self._backend == "gloo" and len(ranks) <= FEW
+        return self._backend in HOST_ONLY and len(ranks) <= FEW
 
     def _sum_directly(
         self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About
@@ -282,8 +284,8 @@ class Communicator:
         return values
 
     def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
-        """Gloo moves memory of the host only."""
-        if self._backend != "gloo" or not tensor.is_cuda:
+        """A twin in memory of the host, for backends that move nothing else."""
+        if self._backend not in HOST_ONLY or not tensor.is_cuda:
             return tensor
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
