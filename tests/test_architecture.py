@@ -21,6 +21,7 @@ DESCRIBE = {
     "transfer",
     "units",
     "cluster",
+    "winners",
 }
 DECIDE = {
     "plan",
