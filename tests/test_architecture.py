@@ -41,7 +41,7 @@ DECIDE = {
     "timing",
     "engine",
 }
-EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients"}
+EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients", "tuning"}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cluster import Cluster
-from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
+from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
 from shardwise.errors import ShardwiseError
@@ -253,12 +253,24 @@ class Communicator:
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
         if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
-        staged, group = self._stage(x), self._subgroup(ranks)
-        flight = Flight(self, "sum", ranks, about)
         if algorithm in ALGORITHMS:
-            work = self._sum_by_schedule(algorithm, ranks, staged, group)
-        else:
-            work = dist.all_reduce(staged, group=group, async_op=True)
+            switches = self.sums.of(ranks) if self.sums is not None else (ranks,)
+            rounds = schedule(algorithm, switches, self.rank, x.numel())
+            return self.carry_out(rounds, ranks, x, about)
+        staged = self._stage(x)
+        work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
+        flight = Flight(self, "sum", ranks, about)
+        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+
+    def carry_out(
+        self, rounds: Rounds, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+    ) -> Pending:
+        """Starts this rank's rounds on x, in our own thread."""
+        assert self.lane, "messages of schedules need process groups of their own"
+        staged, group = self._stage(x), self._subgroup(ranks)
+        places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
+        flight = Flight(self, "sum", ranks, about)
+        work = start_sum(staged.view(-1), rounds, group, places)
         return Pending([work], lambda: _copy_back([x], [staged], None), flight)
 
     def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
@@ -268,15 +280,6 @@ class Communicator:
             if measured is not None:
                 return measured
         return "direct" if self._directly(ranks) and nbytes <= SMALL else "backend"
-
-    def _sum_by_schedule(
-        self, algorithm: str, ranks: tuple[int, ...], x: torch.Tensor, group: Any
-    ) -> Any:
-        assert self.lane, "messages of schedules need process groups of their own"
-        switches = self.sums.of(ranks) if self.sums is not None else (ranks,)
-        rounds = schedule(algorithm, switches, self.rank, x.numel())
-        places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
-        return start_sum(x.view(-1), rounds, group, places)
 
     def _directly(self, ranks: tuple[int, ...]) -> bool:
         """Whether a few messages beat the backend's collective.

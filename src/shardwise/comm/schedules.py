@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
 
+from shardwise.winners import Algorithm
+
 Span = tuple[int, int]  # of the vector's numbers: the first, and the first that is not in it
 
 
@@ -38,7 +40,7 @@ Switches = tuple[tuple[int, ...], ...]  # the ranks of a group, by the switch th
 
 
 @lru_cache(maxsize=256)
-def schedule(algorithm: str, switches: Switches, rank: int, numel: int) -> Rounds:
+def schedule(algorithm: Algorithm, switches: Switches, rank: int, numel: int) -> Rounds:
     """What a rank does to sum a vector of so many numbers over the ranks of these switches.
 
     >>> schedule("ring", ((0, 1),), 0, 10)[0]
@@ -153,7 +155,7 @@ def round_robin(switches: Switches) -> list[int]:
     return [rank for turn in turns for rank in turn if rank is not None]
 
 
-ALGORITHMS: dict[str, Callable[[Switches, int, Span], Rounds]] = {
+ALGORITHMS: dict[Algorithm, Callable[[Switches, int, Span], Rounds]] = {
     "ring": lambda switches, rank, span: ring(consecutive(switches), rank, span),
     "halving": lambda switches, rank, span: halving(consecutive(switches), rank, span),
     "round-robin": lambda switches, rank, span: halving(round_robin(switches), rank, span),
