@@ -57,14 +57,15 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
     pairs = tuple((rank, rank + 1) for rank in range(0, comm.size, 2))
     figures = measure_figures(comm, switches)
     tuned = [nbytes for nbytes in sizes if nbytes <= QUICK[-1]]
-    winners = measure_sums(comm, switches, tuned, [everybody])
-    winners += measure_sums(comm, switches, [LAYER // 4, LAYER], [pairs])
+    count = dict(zip(sizes, runs, strict=True))
+    winners = measure_sums(comm, switches, tuned, [everybody], runs=count.__getitem__)
+    winners += measure_sums(comm, switches, [LAYER // 4, LAYER], [pairs], runs=lambda _: runs[0])
     lane = lane_of(comm, switches, [everybody, pairs])
     lane.sums = Sums(switches, winners)
     rows = []
-    for nbytes, count in zip(sizes, runs, strict=True):
+    for nbytes in sizes:
         start, before, idle = time.perf_counter(), time.process_time(), _idle()
-        times = race(lane, everybody, nbytes, WAYS, count)
+        times = race(lane, everybody, nbytes, WAYS, count[nbytes])
         wall = time.perf_counter() - start
         own = sum(comm.gather_objects(time.process_time() - before))
         rows.append(
@@ -186,11 +187,11 @@ def show(found: dict[str, Any]) -> None:
         cells.append(row["winner"] or "")
         print(f"{'  formula':<9}" + "".join(f"{cell:>20}" for cell in cells))
     segmented = {name: statistics.median(times) for name, times in found["segmented"].items()}
+    group, split, same = (1e3 * segmented[name] for name in ("group", "split", "same"))
     print(
-        f"\nsegmented sums of a layer of {_size(LAYER)}: one group of 8 {1e3 * segmented['group']:.1f}"
-        f" ms; 4 segments of 2, each a quarter of the layer, {1e3 * segmented['split']:.1f} ms: "
-        f"{segmented['group'] / segmented['split']:.1f}x; as many bytes per rank as the group, "
-        f"{1e3 * segmented['same']:.1f} ms: {segmented['group'] / segmented['same']:.1f}x"
+        f"\nsegmented sums of a layer of {_size(LAYER)}: one group of 8 {group:.1f} ms; 4 segments "
+        f"of 2, each a quarter of the layer, {split:.1f} ms: {group / split:.1f}x; segments with "
+        f"as many bytes per rank as the group, {same:.1f} ms: {group / same:.1f}x"
     )
     for line in verdicts(found):
         print(line)
@@ -263,14 +264,14 @@ def main() -> None:
     if under_launcher():
         worker(arguments)
         return
-    sizes, runs = (QUICK, [9, 9, 5, 3]) if arguments.quick else (SIZES, [25, 25, 15, 5, 2])
+    sizes, runs = (QUICK, [5, 5, 3, 2]) if arguments.quick else (SIZES, [15, 15, 9, 3, 2])
     found = [emulated(arguments.link, sizes, runs)]
     show(found[0])
     if limited(found[0]) and not arguments.quick:
         print(
             f"\nthe cores of this machine limit these sums; with {arguments.slow_link} they do not:"
         )
-        found.append(emulated(arguments.slow_link, SLOWER, [5, 3]))
+        found.append(emulated(arguments.slow_link, SLOWER, [3, 2]))
         show(found[1])
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2))

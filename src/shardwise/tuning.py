@@ -17,7 +17,8 @@ LANE = "sums"
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # bytes: 4 KiB to 16 MiB
 DIRECT = 256 << 10  # bytes of the largest vector that is sent whole to everybody
 MARGIN = 1.05  # how much faster than the backend's own a winner must be, to be no accident
-MESSAGE, NUDGE = 4 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
+MESSAGE, NUDGE = 2 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
+IN_A_ROW = 4  # messages that are timed together, as those of a sum: starting counts less
 
 Segments = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that sum at the same time
 Way = Algorithm | None  # None: what the communicator chooses itself
@@ -69,6 +70,7 @@ def measure_sums(
     switches: tuple[int, ...],
     sizes: Sequence[int] = SIZES,
     races: Sequence[Segments] | None = None,
+    runs: Callable[[int], int] = runs_of,
 ) -> tuple[Winner, ...]:
     """The winners of all races; all ranks take part, and all find the same."""
     races, winners = races_of(switches) if races is None else races, []
@@ -76,19 +78,27 @@ def measure_sums(
     for segments in races:
         num_switches = len(lane.sums.of(segments[0])) if lane.sums else 1
         for nbytes in sizes:
-            times = race(lane, segments, nbytes, ways(nbytes), runs_of(nbytes))
-            medians = {way: statistics.median(seconds) for way, seconds in times.items()}
-            best = min(medians, key=lambda way: medians[way] * (1 if way == "backend" else MARGIN))
+            times = race(lane, segments, nbytes, ways(nbytes), runs(nbytes))
+            best, seconds = _best(times)
             winners.append(
                 Winner(
                     ranks=len(segments[0]),
                     switches=num_switches,
                     bytes=nbytes,
-                    algorithm=best or "backend",
-                    seconds=medians[best],
+                    algorithm=best,
+                    seconds=seconds,
                 )
             )
     return tuple(winners)
+
+
+def _best(times: dict[Way, list[float]]) -> tuple[Algorithm, float]:
+    """The least median; the backend's own unless another is clearly faster."""
+    medians: dict[Algorithm, float] = {
+        way: statistics.median(seconds) for way, seconds in times.items() if way is not None
+    }
+    best = min(medians, key=lambda way: medians[way] * (1.0 if way == "backend" else MARGIN))
+    return best, medians[best]
 
 
 def race(
@@ -96,18 +106,20 @@ def race(
 ) -> dict[Way, list[float]]:
     """Seconds of every way to sum, in turn, so that what else happens here hits all alike.
 
-    A run takes as long as its slowest rank. The first is for warming up.
+    A run takes as long as its slowest rank. One more comes first, to warm up; sums that are worth
+    no more than two runs take so long that it does not matter.
     """
     (own,) = (ranks for ranks in segments if lane.rank in ranks)
     x = torch.zeros(max(nbytes // 4, 1))
     times: dict[Way, list[float]] = {way: [] for way in ways}
-    for _ in range(runs + 1):
+    warm_up = 1 if runs > 2 else 0
+    for _ in range(runs + warm_up):
         for way in ways:
             times[way].append(
                 _timed(lane, lambda way=way: lane.all_reduce(own, x, algorithm=way).wait())
             )
     return {
-        way: [max(run) for run in zip(*every, strict=True)][1:]
+        way: [max(run) for run in zip(*every, strict=True)][warm_up:]
         for way, every in _of_all(lane, times).items()
     }
 
@@ -178,7 +190,8 @@ def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds
 
     def run() -> None:
         if ahead != lane.rank:
-            lane.carry_out((one,), everybody, x).wait()
+            lane.carry_out((one,) * IN_A_ROW, everybody, x).wait()
 
-    seconds = [_timed(lane, run) for _ in range(runs_of(nbytes) + 6)][1:]
-    return statistics.median(max(run) for run in zip(*lane.gather_objects(seconds), strict=True))
+    seconds = [_timed(lane, run) for _ in range(runs_of(nbytes) + 1)][1:]
+    slowest = [max(run) for run in zip(*lane.gather_objects(seconds), strict=True)]
+    return statistics.median(slowest) / IN_A_ROW
