@@ -18,7 +18,7 @@ SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # bytes: 4 KiB to 16 Mi
 DIRECT = 256 << 10  # bytes of the largest vector that is sent whole to everybody
 MARGIN = 1.05  # how much faster than the backend's own a winner must be, to be no accident
 MESSAGE, NUDGE = 2 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
-IN_A_ROW = 4  # messages that are timed together, as those of a sum: starting counts less
+NUDGES, MESSAGES = 8, 3  # in a row, as those of a sum: its start counts once
 
 Segments = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that sum at the same time
 Way = Algorithm | None  # None: what the communicator chooses itself
@@ -155,9 +155,9 @@ def measure_figures(comm: Communicator, switches: tuple[int, ...]) -> Figures:
     """Times of single rounds, in which every rank sends to one and receives from one."""
     lane = lane_of(comm, switches, [(tuple(range(comm.size)),)])
     near, far = _neighbours(switches, comm.rank)
-    nudge = _round_seconds(lane, near, NUDGE, adds=False)
+    nudge = _round_seconds(lane, near, NUDGE, NUDGES, adds=False)
     inside, adding, across = (
-        _round_seconds(lane, peers, MESSAGE, adds)
+        _round_seconds(lane, peers, MESSAGE, MESSAGES, adds)
         for peers, adds in ((near, False), (near, True), (far, False))
     )
     return Figures(
@@ -182,7 +182,9 @@ def _neighbours(switches: tuple[int, ...], rank: int) -> tuple[tuple[int, int], 
     return near, (rows[(row + 1) % len(rows)][column], rows[row - 1][column])
 
 
-def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds: bool) -> float:
+def _round_seconds(
+    lane: Communicator, peers: tuple[int, int], nbytes: int, in_a_row: int, adds: bool
+) -> float:
     numel, (ahead, behind) = nbytes // 4, peers
     x = torch.zeros(2 * numel)
     one = Round((Message(ahead, 0, numel),), (Message(behind, numel, 2 * numel),), adds)
@@ -190,8 +192,8 @@ def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds
 
     def run() -> None:
         if ahead != lane.rank:
-            lane.carry_out((one,) * IN_A_ROW, everybody, x).wait()
+            lane.carry_out((one,) * in_a_row, everybody, x).wait()
 
     seconds = [_timed(lane, run) for _ in range(runs_of(nbytes) + 1)][1:]
     slowest = [max(run) for run in zip(*lane.gather_objects(seconds), strict=True)]
-    return statistics.median(slowest) / IN_A_ROW
+    return statistics.median(slowest) / in_a_row
