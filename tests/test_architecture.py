@@ -21,6 +21,7 @@ DESCRIBE = {
     "transfer",
     "units",
     "cluster",
+    "winners",
 }
 DECIDE = {
     "plan",
@@ -40,7 +41,17 @@ DECIDE = {
     "timing",
     "engine",
 }
-EXECUTE = {"comm", "exchange", "runtime", "stored", "parallel", "probe", "gradients", "optimizer"}
+EXECUTE = {
+    "comm",
+    "exchange",
+    "runtime",
+    "stored",
+    "parallel",
+    "probe",
+    "tuning",
+    "gradients",
+    "optimizer",
+}
 ALLOWED = {
     "describe": DESCRIBE,
     "decide": DESCRIBE | DECIDE,

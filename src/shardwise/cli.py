@@ -362,6 +362,9 @@ def probe(
     shape: Shapes = None,
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.yaml"),
     again: Annotated[bool, typer.Option("--again", help="Time known layers anew.")] = False,
+    sums: Annotated[
+        bool, typer.Option("--sums", help="Find the fastest all-reduce by group and size.")
+    ] = False,
     num_classes: Classes = None,
     option: Options = None,
 ) -> None:
@@ -380,7 +383,7 @@ def probe(
         )
         for model in models or []
     ]
-    found = probe_machine(questions, workers, again)
+    found = probe_machine(questions, workers, again, sums)
     if found is not None:
         found.save(out)
         print(found.to_yaml().rstrip())

@@ -27,6 +27,7 @@ from pydantic import (
 
 from shardwise.errors import ShardwiseError
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
+from shardwise.winners import Winner, check_winners
 
 PRESETS = Path(__file__).parent / "clusters"
 MAX_WORKERS = 1_000_000
@@ -117,9 +118,11 @@ class Cluster(BaseModel):
     device: Device
     links: tuple[Link, ...] = Field(min_length=1)
     workers: Count | None = None
+    sums: tuple[Winner, ...] = ()  # the fastest measured way to sum, by group and size
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:
+        check_winners(self.sums)
         for level, link in enumerate(self.links[:-1]):
             if link.count is None:
                 raise ValueError(
@@ -141,7 +144,7 @@ class Cluster(BaseModel):
     def with_workers(self, n: int) -> Cluster:
         """The same cluster with n workers: the outermost level grows, or levels stay part empty."""
         try:
-            return Cluster(name=self.name, device=self.device, links=self.links, workers=n)
+            return Cluster(**{**dict(self), "workers": n})
         except ValidationError as error:
             raise _refused(f"cluster {self.name!r}", error) from None
 
@@ -162,6 +165,12 @@ class Cluster(BaseModel):
         if not 0 <= level < len(self.links):
             raise ShardwiseError(f"cluster {self.name!r} has no level {level}: {self._levels()}")
         return self.units(level + 1)
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """The switch of each rank: the child of the outermost level; one where that is all."""
+        top = len(self.links) - 1
+        return tuple(self.units(top).tolist()) if top else (0,) * self.world
 
     def _levels(self) -> str:
         return ", ".join(f"{level} is {link.name}" for level, link in enumerate(self.links))

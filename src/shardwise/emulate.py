@@ -264,6 +264,7 @@ def _start(
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": "eth0",
         "PYTHONUNBUFFERED": "1",
+        "SHARDWISE_PER_SWITCH": str((wiring.per_switch or wiring.hosts) * per_host),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     try:

@@ -226,6 +226,13 @@ def launched_world() -> int | None:
     return launched[1] if launched else None
 
 
+def launched_switches(world: int) -> tuple[int, ...]:
+    """The switch of every rank, where `shardwise emulate` says so; else they share one."""
+    text = os.environ.get("SHARDWISE_PER_SWITCH", "")
+    per_switch = int(text) if text.isdigit() and int(text) else world
+    return tuple(rank // per_switch for rank in range(world))
+
+
 def choose_world(asked: int | None = None, split: Mapping[str, int] | None = None) -> int:
     """How many workers to use: as asked for, as launched, as a split needs, or else 2."""
     needed = prod(split.values()) if split else None

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.box import Box
 from shardwise.capture import Captured
+from shardwise.cluster import Cluster
 from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
@@ -49,17 +50,20 @@ def parallelize(
     comm: Communicator | None = None,
     graphs: Graphs | None = None,
     gradients: Engine | None = None,
+    cluster: Cluster | str | None = None,
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
     All ranks start from rank 0's parameters and buffers. With output="full" every rank returns the
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
-    capturing the model again where that was done before; `gradients` says when they are summed.
+    capturing the model again where that was done before; `gradients` says when they are summed,
+    and the measurements of a `cluster` by which algorithms (see `shardwise probe --sums`).
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
     graphs = graphs or ModelGraphs(model, plan.inputs)
-    return ParallelModel(model, plan, output, comm or Communicator(), graphs, gradients or Engine())
+    comm = (comm or Communicator()).summing_as(cluster)
+    return ParallelModel(model, plan, output, comm, graphs, gradients or Engine())
 
 
 ANOTHER_BATCH = (

@@ -15,17 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils import _pytree as pytree
 
 from shardwise.calibrate import Step, calibrated, calibration_plans
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Link
 from shardwise.comm import Communicator
 from shardwise.cost import Costs, Training
 from shardwise.graph import LayerGraph
-from shardwise.launch import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.launch import (
+    choose_world,
+    init_from_environment,
+    launched_switches,
+    run_local,
+    under_launcher,
+)
 from shardwise.models import load_model
 from shardwise.parallel import parallelize
 from shardwise.probe import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.questions import Question
 from shardwise.strategies import Split
 from shardwise.timing import TimeTable, Work, all_works, first_layers, timer_for
+from shardwise.tuning import Figures, measure_figures, measure_sums
+from shardwise.winners import Winner
 
 STEPS = 3  # of each plan that shows what messages cost amid computation
 
@@ -38,34 +46,60 @@ class Found:
     device: str
     times: dict[str, tuple[float, float]]
     steps: list[list[float]]  # seconds of each model's calibration plans
+    figures: Figures | None = None  # of messages at a switch and across, where sums were raced
+    winners: tuple[Winner, ...] = ()
 
 
 def probe(
-    questions: list[Question], workers: int | None = None, again: bool = False
+    questions: list[Question],
+    workers: int | None = None,
+    again: bool = False,
+    sums: bool = False,
 ) -> Cluster | None:
     """Measures links, devices and the layers that planning these models needs.
 
     A few steps of each model show what messages cost amid computation. Times of layers that were
-    measured before are kept; `again` measures them anew. Under a launcher rank 0 gets the cluster,
-    the others None.
+    measured before are kept; `again` measures them anew. `sums` finds the fastest algorithm for
+    every group and size. Under a launcher rank 0 gets the cluster, the others None.
     """
     world = choose_world(workers)
     graphs = [question.graph(world) for question in questions]
     wanted = _wanted(graphs, world)
     if under_launcher():
         init_from_environment()
-        gathered = Communicator().gather_objects(_measure(wanted, questions, again))
+        gathered = Communicator().gather_objects(_measure(wanted, questions, again, sums))
         first = dist.get_rank() == 0
         dist.destroy_process_group()
         if not first:
             return None
         found: list[Found] = gathered
     else:
-        found = run_local(_measure, world, wanted, questions, again)
+        found = run_local(_measure, world, wanted, questions, again, sums)
     _keep(found)
     memory = int(_machine_memory() * 0.9) // world
     cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
+    cluster = _with_sums(cluster, found[0], launched_switches(world))
     return _calibrated(cluster, graphs, found) if world > 1 and graphs else cluster
+
+
+def _with_sums(cluster: Cluster, own: Found, switches: tuple[int, ...]) -> Cluster:
+    """The cluster with its winners, and with its switches as a level where there are several."""
+    if own.figures is None:
+        return cluster
+    links, figures = cluster.links, own.figures
+    if switches[-1] > 0:
+        (whole,), per_switch = links, switches.count(0)
+        inner = Link(
+            name="switch",
+            count=per_switch,
+            latency=figures.latency,
+            bandwidth=1.0 / figures.inside,
+            post=whole.post,
+            overlap=whole.overlap,
+        )
+        uplink = {"name": "uplink", "bandwidth": per_switch / figures.across, "shared": False}
+        links = (inner, whole.model_copy(update=uplink))
+    return cluster.model_copy(update={"links": links, "sums": own.winners})
 
 
 def _calibrated(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) -> Cluster:
@@ -99,7 +133,9 @@ def _splits(graph: LayerGraph, cluster: Cluster) -> list[Split]:
     ]
 
 
-def _measure(wanted: list[Work], questions: list[Question], again: bool) -> Found:
+def _measure(
+    wanted: list[Work], questions: list[Question], again: bool, sums: bool = False
+) -> Found:
     """What this rank measures, all ranks at once as in training."""
     comm = Communicator()
     device = device_name(torch.get_num_threads())
@@ -114,7 +150,11 @@ def _measure(wanted: list[Work], questions: list[Question], again: bool) -> Foun
         steps = []
         for question in progress.track(questions if comm.size > 1 else [], description="steps"):
             steps.append(_steps(question, comm))
-    return Found(speeds, device, times, steps)
+    if not sums or comm.size == 1:
+        return Found(speeds, device, times, steps)
+    switches = launched_switches(comm.size)
+    figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
+    return Found(speeds, device, times, steps, figures, winners)
 
 
 def _steps(question: Question, comm: Communicator) -> list[float]:

@@ -1,6 +1,6 @@
 """Communication between ranks."""
 
-from shardwise.comm.communicator import ANYTHING, About, Communicator, LostPeer, Pending
+from shardwise.comm.communicator import ANYTHING, About, Communicator, LostPeer, Pending, Sums
 from shardwise.comm.recording import Recording, Sent
 from shardwise.comm.timeline import Event, Timeline
 
@@ -13,5 +13,6 @@ __all__ = [
     "Pending",
     "Recording",
     "Sent",
+    "Sums",
     "Timeline",
 ]

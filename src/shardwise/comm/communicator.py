@@ -12,8 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.cluster import Cluster
+from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
+from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
 from shardwise.errors import ShardwiseError
+from shardwise.winners import Algorithm, Winner, fastest
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
@@ -34,6 +38,24 @@ class About:
 
 
 ANYTHING = About()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How to sum: the switch of every rank, and the winners that were measured."""
+
+    switches: tuple[int, ...]
+    winners: tuple[Winner, ...] = ()
+
+    def of(self, ranks: tuple[int, ...]) -> Switches:
+        """Some ranks, by the switch they lie at."""
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.switches[rank], []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def algorithm(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm | None:
+        return fastest(self.winners, len(ranks), len(self.of(ranks)), nbytes)
 
 
 class LostPeer(ShardwiseError):
@@ -90,6 +112,7 @@ class Flight:
             except RuntimeError as error:
                 apart = len(works) == len(self.peers)  # a message each, or one work for all?
                 peers = self.peers[number : number + 1] if apart else self.peers
+                peers = getattr(error, "peers", peers)  # whom our own thread waited for
                 raise LostPeer(
                     complaint(self.comm, self.action, peers, self.about, error)
                 ) from None
@@ -128,6 +151,7 @@ class Communicator:
     def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
         self.timeout, self.lane, self.group = timeout, lane, group
         self.timeline = Timeline()
+        self.sums: Sums | None = None
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
             return
@@ -223,17 +247,48 @@ class Communicator:
         return Pending([work], finish, Flight(self, "exchange", ranks, about))
 
     def all_reduce(
-        self, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+        self,
+        ranks: tuple[int, ...],
+        x: torch.Tensor,
+        about: About = ANYTHING,
+        algorithm: Algorithm | None = None,
     ) -> Pending:
-        """Replaces x by its sum over the group."""
+        """Replaces x by its sum over the group; the algorithm is the measured winner if not given.
+
+        Schedules need a lane, where no other messages are, and messages that need no pairing.
+        """
         if len(ranks) == 1:
             return Pending([])
-        if self._directly(ranks) and x.numel() * x.element_size() <= SMALL:
+        algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
+        if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
+        if algorithm in ALGORITHMS:
+            switches = self.sums.of(ranks) if self.sums is not None else (ranks,)
+            rounds = schedule(algorithm, switches, self.rank, x.numel())
+            return self.carry_out(rounds, ranks, x, about)
         staged = self._stage(x)
         work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
         flight = Flight(self, "sum", ranks, about)
         return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+
+    def carry_out(
+        self, rounds: Rounds, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+    ) -> Pending:
+        """Starts this rank's rounds on x, in our own thread."""
+        assert self.lane, "messages of schedules need process groups of their own"
+        staged, group = self._stage(x), self._subgroup(ranks)
+        places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
+        flight = Flight(self, "sum", ranks, about)
+        work = start_sum(staged.view(-1), rounds, group, places)
+        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+
+    def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
+        """What was measured to be fastest, and without measurements what mostly is."""
+        if self.sums is not None and self.lane and self._backend != "nccl":
+            measured = self.sums.algorithm(ranks, nbytes)
+            if measured is not None:
+                return measured
+        return "direct" if self._directly(ranks) and nbytes <= SMALL else "backend"
 
     def _directly(self, ranks: tuple[int, ...]) -> bool:
         """Whether a few messages beat the backend's collective.
@@ -307,6 +362,17 @@ class Communicator:
         """The same ranks, over process groups of their own."""
         twin = copy(self)
         twin.lane = lane
+        return twin
+
+    def summing_as(self, cluster: Cluster | str | None) -> Communicator:
+        """The same ranks, whose lanes sum by the winners of a cluster's measurements."""
+        if cluster is None:
+            return self
+        loaded = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+        loaded, twin = loaded.with_workers(self.size), copy(self)
+        twin.sums = Sums(loaded.switches, loaded.sums)
+        if any(other != twin.sums for other in self.gather_objects(twin.sums)):
+            raise ShardwiseError("ranks were given clusters with different measurements of sums")
         return twin
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending
+from shardwise.winners import Algorithm
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,12 @@ class Recording(Communicator):
         return super().all_to_all(ranks, receives, sends, about)
 
     def all_reduce(
-        self, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
+        self,
+        ranks: tuple[int, ...],
+        x: torch.Tensor,
+        about: About = ANYTHING,
+        algorithm: Algorithm | None = None,
     ) -> Pending:
         if len(ranks) > 1:
             self.sent.append(Sent("sum", ranks, x.numel() * x.element_size()))
-        return super().all_reduce(ranks, x, about)
+        return super().all_reduce(ranks, x, about, algorithm)

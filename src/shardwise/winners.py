@@ -1,0 +1,50 @@
+"""Which way of summing was measured to be fastest, by group of ranks and size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import log
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# The backend's own all-reduce; whole vectors to everybody; and the schedules of shardwise.comm.
+Algorithm = Literal["backend", "direct", "ring", "halving", "round-robin", "two-level"]
+
+
+class Winner(BaseModel):
+    """The fastest way to sum a vector of so many bytes in groups of this kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    ranks: int = Field(ge=2)  # of a group
+    switches: int = Field(ge=1)  # that a group's ranks lie at
+    bytes: int = Field(ge=1)
+    algorithm: Algorithm
+    seconds: float = Field(ge=0)
+
+
+def check_winners(winners: Iterable[Winner]) -> None:
+    """Refuses two winners of one race, and groups on more switches than they have ranks."""
+    seen = set()
+    for place, winner in enumerate(winners):
+        race = (winner.ranks, winner.switches, winner.bytes)
+        if race in seen:
+            raise ValueError(
+                f"sums.{place} is the second for {winner.ranks} ranks at "
+                f"{winner.switches} switches and {winner.bytes} bytes"
+            )
+        if winner.switches > winner.ranks:
+            raise ValueError(
+                f"sums.{place}: {winner.ranks} ranks cannot lie at {winner.switches} switches"
+            )
+        seen.add(race)
+
+
+def fastest(
+    winners: Sequence[Winner], num_ranks: int, num_switches: int, nbytes: int
+) -> Algorithm | None:
+    """The winner of the measured size that is nearest, in ratio; None where none was measured."""
+    known = [w for w in winners if (w.ranks, w.switches) == (num_ranks, num_switches)]
+    if not known:
+        return None
+    return min(known, key=lambda w: abs(log(w.bytes / max(nbytes, 1)))).algorithm
