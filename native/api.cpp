@@ -1,0 +1,125 @@
+// The plain C interface: raw pointers, no exceptions, a status for every call.
+#include <new>
+
+#include "columns.hpp"
+
+namespace shardwise {
+
+enum Direction { forward, backward_data, backward_filter };
+enum Status { done, unsupported, no_memory };
+
+template <class T> using Kernel = void (*)(const Problem&, Tensors<T>, Scratch&);
+
+struct Entry {
+    const char* name;
+    Kernel<float> single[3];  // by direction; null where there is none
+    Kernel<double> both[3];
+    bool (*takes)(const Problem&, int direction);
+};
+
+bool any(const Problem&, int) { return true; }
+bool unit_stride_backward(const Problem& g, int direction) {
+    return direction == forward || g.unit_stride();
+}
+
+const Entry entries[] = {
+    {"base",
+     {base_forward<float>, base_backward<float>, base_filter<float>},
+     {base_forward<double>, base_backward<double>, base_filter<double>},
+     any},
+    {"convgemm",
+     {convgemm_forward<float>, convgemm_backward<float>, nullptr},
+     {convgemm_forward<double>, convgemm_backward<double>, nullptr},
+     unit_stride_backward},
+    {"convgemm_trans",
+     {nullptr, nullptr, convgemm_trans<float>},
+     {nullptr, nullptr, convgemm_trans<double>},
+     any},
+    {"deconvgemm",
+     {nullptr, deconvgemm<float>, nullptr},
+     {nullptr, deconvgemm<double>, nullptr},
+     any},
+    {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, any},
+};
+constexpr int num_entries = sizeof(entries) / sizeof(entries[0]);
+
+Arena& arena() {
+    static Arena* one = new Arena;
+    return *one;
+}
+
+template <class T> Kernel<T> find(const Entry& entry, int direction);
+template <> Kernel<float> find<float>(const Entry& entry, int direction) {
+    return entry.single[direction];
+}
+template <> Kernel<double> find<double>(const Entry& entry, int direction) {
+    return entry.both[direction];
+}
+
+template <class T> i64 measure(const Entry& entry, int direction, const Problem& g) {
+    const Kernel<T> kernel = find<T>(entry, direction);
+    if (!kernel || !entry.takes(g, direction)) return -1;
+    Scratch scratch(nullptr);
+    kernel(g, Tensors<T>{}, scratch);
+    return (i64)scratch.bytes();
+}
+
+template <class T>
+int run(const Entry& entry, int direction, const Problem& g, const void* x, const void* w,
+        const void* y, const void* bias, void* out, bool keep) try {
+    const i64 bytes = measure<T>(entry, direction, g);
+    if (bytes < 0) return unsupported;
+    const Arena::Block block = arena().take((std::size_t)bytes + 64);
+    if (!block.data) return no_memory;
+    Scratch scratch(block.data);
+    const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),
+                             static_cast<const T*>(y), static_cast<const T*>(bias),
+                             static_cast<T*>(out)};
+    find<T>(entry, direction)(g, tensors, scratch);
+    arena().give_back(block, keep);
+    return done;
+} catch (const std::bad_alloc&) {
+    return no_memory;
+}
+
+}  // namespace shardwise
+
+using namespace shardwise;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT const char* sw_kernel_name(int kernel) {
+    return kernel >= 0 && kernel < num_entries ? entries[kernel].name : nullptr;
+}
+
+EXPORT const char* sw_cpu() { return blocks.cpu; }
+
+// Bytes of workspace, or -1 where the kernel does not take this problem.
+EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem* g) {
+    const Entry& entry = entries[kernel];
+    return is_double ? measure<double>(entry, direction, *g) : measure<float>(entry, direction, *g);
+}
+
+EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, const void* x,
+                  const void* w, const void* y, const void* bias, void* out, int keep) {
+    const Entry& entry = entries[kernel];
+    return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, keep)
+                     : run<float>(entry, direction, *g, x, w, y, bias, out, keep);
+}
+
+EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }
+EXPORT void sw_arena_release() { arena().release(); }
+
+// The OpenMP runtime to use; without one, an own pool.
+EXPORT void sw_use_runtime(void* parallel, void* number, void* count) {
+    runtime() = {reinterpret_cast<GompParallel>(parallel), reinterpret_cast<ThreadNumber>(number),
+                 reinterpret_cast<ThreadNumber>(count)};
+}
+
+// C[m, n] = A[m, k] B[k, n], row-major: the loop nest by itself, as a yardstick.
+EXPORT void sw_sgemm(i64 m, i64 n, i64 k, const float* a, const float* b, float* c, int threads) {
+    Problem g = {};
+    g.n = 1, g.c = k, g.f = m, g.r = g.s = 1, g.h = g.p = 1, g.w = g.q = n;
+    g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = g.groups = 1, g.threads = threads;
+    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, 1);
+}
