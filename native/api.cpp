@@ -2,6 +2,7 @@
 #include <new>
 
 #include "columns.hpp"
+#include "winograd.hpp"
 
 namespace shardwise {
 
@@ -40,6 +41,14 @@ const Entry entries[] = {
      {nullptr, deconvgemm<double>, nullptr},
      any},
     {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, any},
+    {"winograd2",
+     {winograd_forward<2>, winograd_backward<2>, winograd_filter<2>},
+     {nullptr, nullptr, nullptr},
+     winograd_takes},
+    {"winograd4",
+     {winograd_forward<4>, winograd_backward<4>, winograd_filter<4>},
+     {nullptr, nullptr, nullptr},
+     winograd_takes},
 };
 constexpr int num_entries = sizeof(entries) / sizeof(entries[0]);
 

@@ -178,7 +178,7 @@ void deconvgemm_last(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch& s
                 for (i64 at = 0; at < g.pixels(); at += mc) {
                     const i64 count = std::min(mc, g.pixels() - at);
                     RowsA<T, const Strided<T>> a{errors, tables + index * mc};
-                    WholeB<T> b{packed, padded};
+                    WholeB<T> b{packed, padded, nr};
                     MatrixC<T> c{panel - at * n, n};
                     gemm<T>({at, at + count}, {0, n}, k, kc, mc, n, tile, a, b, c);
                     col2im_last(g, panel, at, at + count, dx);
@@ -217,7 +217,7 @@ template <class T> void base_backward(const Problem& g, Tensors<T> t, Scratch& s
             if (g.last) {
                 const Range mine = part(m, tile.mr, index, total);
                 RowsA<T, const Strided<T>> a{rows, tables + index * mc};
-                WholeB<T> b{packed, padded};
+                WholeB<T> b{packed, padded, nr};
                 gemm<T>(mine, {0, cols}, k, kc, mc, cols, tile, a, b, c);
             } else {
                 const Share mine = share(m, cols, tile, nr, index, total);

@@ -57,7 +57,7 @@ void multiply_last(const Problem& g, const Filters<T>& filters, Rows& rows, Matr
     parallel((int)g.threads, [&](int index, int total) {
         const Range mine = part(m, tile.mr, index, total);
         RowsA<T, Rows> a{rows, tables + index * table};
-        WholeB<T> b{packed, padded};
+        WholeB<T> b{packed, padded, nr};
         // A block of rows at a time, over all of k, so that its part of C stays in the cache.
         for (i64 i = mine.begin; i < mine.end; i += mc)
             gemm<T>({i, std::min(i + mc, mine.end)}, {0, n}, k, kc, mc, n, tile, a, b, c);

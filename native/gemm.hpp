@@ -1,8 +1,8 @@
 // The loop nest of BLIS, written once. What is multiplied and where the result goes are plug-ins:
 //
 // A: load(i, mb, k, kb) makes a block ready; multiply(i, mr, nv, b, ldb, to) runs a micro-kernel.
-// B: load(j, nb, k, kb) makes a block ready; panel(j) is where nr columns of it lie, [kb][nr].
-// C: direct(i, j, n, ldc) is where a tile may be written, or null; add(...) writes one from a
+// B: load(j, nb, k, kb) makes a block ready; panel(j) is where nr columns of it lie, [kb][ld].
+// C: sums(k) says whether to add to what is there; direct(i, j, n, ldc) is where a tile may be written, or null; add(...) writes one from a
 //    buffer; finish(...) is called once for each tile, when its sums are complete.
 #pragma once
 
@@ -33,10 +33,10 @@ void gemm(Range rows, Range columns, i64 k, i64 kc, i64 mc, i64 nc, Tile tile, A
                         i64 ldc = nr;
                         T* out = n == nv * L ? c.direct(ir, jr, n, ldc) : nullptr;
                         if (out) {
-                            a.multiply(ir, m, nv, b.panel(jr), nr, Target<T>{out, ldc, pc > 0});
+                            a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{out, ldc, c.sums(pc)});
                         } else {
-                            a.multiply(ir, m, nv, b.panel(jr), nr, Target<T>{buffer, nr, false});
-                            c.add(ir, jr, m, n, buffer, nr, pc > 0);
+                            a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{buffer, nr, false});
+                            c.add(ir, jr, m, n, buffer, nr, c.sums(pc));
                         }
                         if (pc + kb == k) c.finish(ir, jr, m, n);
                     }
@@ -93,18 +93,29 @@ template <class T, class Source> struct RowsA {
     }
 };
 
+// A transposed matrix, read as it lies: data[k * ld + i].
+template <class T> struct TransposedA {
+    const T* data;
+    i64 ld, pc = 0, kb = 0;
+
+    void load(i64, i64, i64 pc_, i64 kb_) { pc = pc_, kb = kb_; }
+    void multiply(i64 i, int m, int nv, const T* b, i64 ldb, const Target<T>& to) const {
+        micro<T>(m, nv).packed(kb, data + pc * ld + i, ld, b, ldb, to);
+    }
+};
+
 // -- B ---------------------------------------------------------------------------------------------
 
 template <class T, class Source> struct PackedB {
     const Source& source;
-    i64 nr;
+    i64 ld;
     T* buffer;
     i64 start = 0, kb = 0;
 
     void load(i64 jc, i64 nb, i64 pc, i64 kb_) {
         start = jc, kb = kb_;
-        for (i64 j = 0; j < nb; j += nr)
-            source.pack(jc + j, std::min(nr, nb - j), pc, kb, nr, buffer + j * kb);
+        for (i64 j = 0; j < nb; j += ld)
+            source.pack(jc + j, std::min(ld, nb - j), pc, kb, ld, buffer + j * kb);
     }
     const T* panel(i64 j) const { return buffer + (j - start) * kb; }
 };
@@ -112,10 +123,20 @@ template <class T, class Source> struct PackedB {
 template <class T> struct WholeB {
     const T* packed;
     i64 padded;  // columns, rounded up to panels
+    i64 ld;
     i64 pc = 0, kb = 0;
 
     void load(i64, i64, i64 pc_, i64 kb_) { pc = pc_, kb = kb_; }
     const T* panel(i64 j) const { return packed + pc * padded + j * kb; }
+};
+
+// A matrix whose rows are read as they lie.
+template <class T> struct MatrixB {
+    const T* data;
+    i64 ld, pc = 0;
+
+    void load(i64, i64, i64 pc_, i64) { pc = pc_; }
+    const T* panel(i64 j) const { return data + pc * ld + j; }
 };
 
 inline i64 round_up(i64 value, i64 unit) { return (value + unit - 1) / unit * unit; }
@@ -162,7 +183,9 @@ template <class T> struct MatrixC {
     T* data;
     i64 ld;
     Epilogue<T> epilogue = {};
+    bool keep = false;  // add to what is there
 
+    bool sums(i64 k) const { return keep || k > 0; }
     T* direct(i64 i, i64 j, i64, i64& ldc) const {
         ldc = ld;
         return data + i * ld + j;
@@ -182,6 +205,7 @@ template <class T> struct ImagesC {
     i64 image, pixels;  // elements between images; pixels of a channel
     Epilogue<T> epilogue = {};
 
+    bool sums(i64 k) const { return k > 0; }
     T* at(i64 i, i64 j) const { return data + j / pixels * image + i * pixels + j % pixels; }
     T* direct(i64 i, i64 j, i64 n, i64& ldc) const {
         ldc = pixels;
