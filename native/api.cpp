@@ -2,6 +2,8 @@
 #include <new>
 
 #include "columns.hpp"
+#include "depthwise.hpp"
+#include "direct.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {
@@ -41,6 +43,14 @@ const Entry entries[] = {
      {nullptr, deconvgemm<double>, nullptr},
      any},
     {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, any},
+    {"direct",
+     {direct_forward<float>, nullptr, direct_filter<float>},
+     {direct_forward<double>, nullptr, direct_filter<double>},
+     direct_takes},
+    {"depthwise",
+     {depthwise_forward<float>, depthwise_backward<float>, depthwise_filter<float>},
+     {depthwise_forward<double>, depthwise_backward<double>, depthwise_filter<double>},
+     depthwise_takes},
     {"winograd2",
      {winograd_forward<2>, winograd_backward<2>, winograd_filter<2>},
      {nullptr, nullptr, nullptr},

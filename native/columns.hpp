@@ -58,13 +58,6 @@ void col2im_last(const Problem& g, const T* columns, i64 begin, i64 end, T* dx) 
         }
 }
 
-template <class T> void zero(const Problem& g, i64 count, T* to) {
-    parallel((int)g.threads, [&](int index, int total) {
-        const Range mine = part(count, lanes<T>, index, total);
-        fill_zero(to + mine.begin, mine.size());
-    });
-}
-
 // -- BASE ------------------------------------------------------------------------------------------
 
 template <class T> void base_forward(const Problem& g, Tensors<T> t, Scratch& scratch) {

@@ -14,6 +14,13 @@ template <class T> struct Tensors {
     T* out;         // y, dx or dw
 };
 
+template <class T> void zero(const Problem& g, i64 count, T* to) {
+    parallel((int)g.threads, [&](int index, int total) {
+        const Range mine = part(count, lanes<T>, index, total);
+        fill_zero(to + mine.begin, mine.size());
+    });
+}
+
 // A block of k is whole taps, or whole channels, so that no segment is cut.
 inline i64 block_of(i64 unit, i64 limit) { return unit * std::max<i64>(1, limit / unit); }
 
