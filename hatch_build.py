@@ -1,7 +1,7 @@
 """Compiles native/ while the package is built; without a C++ compiler the package goes without.
 
-`python hatch_build.py` does the same in place, for work on the kernels; `--sanitize` builds with
-AddressSanitizer instead.
+`python hatch_build.py` does the same in place, for work on the kernels; `--sanitize FOLDER` builds
+one library with AddressSanitizer there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def compile_one(cxx: str, name: str, flags: tuple[str, ...]) -> Path | None:
+def compile_one(cxx: str, folder: Path, name: str, flags: tuple[str, ...]) -> Path | None:
     """One library, or None, with the compiler's first error on the screen."""
-    target = TARGET / f"libshardwise_{name}.so"
+    target = folder / f"libshardwise_{name}.so"
     partial = target.with_suffix(".partial")
     command = [cxx, *COMMON, *flags, str(ROOT / "native" / "api.cpp"), "-o", str(partial)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -51,7 +51,7 @@ def compile_one(cxx: str, name: str, flags: tuple[str, ...]) -> Path | None:
     return target
 
 
-def build(sets: dict[str, tuple[str, ...]] | None = None) -> list[Path]:
+def build(sets: dict[str, tuple[str, ...]] | None = None, folder: Path = TARGET) -> list[Path]:
     """Every library that this machine's compiler can make; never raises."""
     cxx = compiler()
     if cxx is None:
@@ -59,7 +59,9 @@ def build(sets: dict[str, tuple[str, ...]] | None = None) -> list[Path]:
         return []
     optimised = {name: (*OPTIMISED, *flags) for name, flags in instruction_sets().items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(compile_one, cxx, *item) for item in (sets or optimised).items()]
+        jobs = [
+            pool.submit(compile_one, cxx, folder, *item) for item in (sets or optimised).items()
+        ]
         return [path for job in jobs if (path := job.result()) is not None]
 
 
@@ -90,5 +92,6 @@ else:
 
 
 if __name__ == "__main__":
-    made = build(sanitized() if "--sanitize" in sys.argv[1:] else None)
+    sanitize = sys.argv[1:2] == ["--sanitize"]
+    made = build(sanitized(), Path(sys.argv[2])) if sanitize else build()
     print("\n".join(map(str, made)))

@@ -7,6 +7,17 @@
 
 #include "simd.hpp"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define SW_FENCE(start, bytes) ASAN_POISON_MEMORY_REGION(start, bytes)
+#define SW_OPEN(start, bytes) ASAN_UNPOISON_MEMORY_REGION(start, bytes)
+constexpr std::size_t fence_bytes = 64;  // between two buffers of a workspace
+#else
+#define SW_FENCE(start, bytes) (void)0
+#define SW_OPEN(start, bytes) (void)0
+constexpr std::size_t fence_bytes = 0;
+#endif
+
 namespace shardwise {
 
 // A kernel takes all its buffers first. Without a base it is only measured: `if (s.measuring())
@@ -21,6 +32,9 @@ class Scratch {
         used = (used + 63) / 64 * 64;
         T* start = base ? reinterpret_cast<T*>(base + used) : nullptr;
         used += (std::size_t)count * sizeof(T);
+        const std::size_t end = (used + 63) / 64 * 64;
+        if (base && fence_bytes) SW_FENCE(base + end, fence_bytes);
+        if (fence_bytes) used = end + fence_bytes;
         return start;
     }
 
@@ -58,6 +72,7 @@ class Arena {
     }
 
     void give_back(Block block, bool keep) {
+        SW_OPEN(block.data, block.bytes);
         std::lock_guard<std::mutex> hold(mutex);
         if (keep) return free.push_back(block);
         held -= block.bytes;

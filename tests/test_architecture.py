@@ -20,6 +20,7 @@ DESCRIBE = {
     "strategies",
     "transfer",
     "units",
+    "kernels",
     "cluster",
 }
 DECIDE = {

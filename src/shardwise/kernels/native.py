@@ -122,8 +122,9 @@ def _share_threads(lib: ctypes.CDLL) -> None:
 @cache
 def library() -> Library | None:
     """The library, or None, said once, where it was not built or does not load."""
-    for name in library_names():
-        path = FOLDER / f"libshardwise_{name}.so"
+    paths = [FOLDER / f"libshardwise_{name}.so" for name in library_names()]
+    forced = os.environ.get("SHARDWISE_LIBRARY")
+    for path in [Path(forced)] if forced else paths:
         if path.exists():
             try:
                 return load(path)
