@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from convolutions import CASES
 
+from convolutions import CASES
 from shardwise.kernels import conv, native, run
 
 NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}

@@ -9,8 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from convolutions import CASES, check
 
+from convolutions import CASES, check
 from shardwise.kernels import native
 
 ROOT = Path(__file__).parent.parent

@@ -1,12 +1,15 @@
 """Trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
 
 from shardwise import zoo
+from shardwise.accelerate import accelerate
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
+from shardwise.kernels.ops import conv
+from shardwise.kernels.tuner import tuning
 from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
 from shardwise.parallel import ParallelModel, parallelize
 from shardwise.plan import Plan
@@ -29,12 +32,15 @@ __all__ = [
     "ShardwiseError",
     "Trace",
     "WorkerError",
+    "accelerate",
     "capture",
+    "conv",
     "init_from_environment",
     "parallelize",
     "plan",
     "run_local",
     "simulate",
+    "tuning",
     "under_launcher",
     "zoo",
 ]

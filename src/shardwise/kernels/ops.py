@@ -140,7 +140,7 @@ def _keep_all(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _dx_gradients(ctx, ddx):  # type: ignore[no-untyped-def]
     """dx is linear in dy and in w; the values of x do not matter."""
-    dy, x, w = ctx.saved_tensors
+    dy, _, w = ctx.saved_tensors
     ops = torch.ops.shardwise
     of_dy = ops.conv(ddx, w, None, *ctx.tail, False) if ctx.needs_input_grad[0] else None
     of_w = ops.conv_dw(dy, ddx, w, *ctx.tail) if ctx.needs_input_grad[2] else None
@@ -149,7 +149,7 @@ def _dx_gradients(ctx, ddx):  # type: ignore[no-untyped-def]
 
 def _dw_gradients(ctx, ddw):  # type: ignore[no-untyped-def]
     """dw is linear in dy and in x; the values of w do not matter."""
-    dy, x, w = ctx.saved_tensors
+    dy, x, _ = ctx.saved_tensors
     ops = torch.ops.shardwise
     of_dy = ops.conv(x, ddw, None, *ctx.tail, False) if ctx.needs_input_grad[0] else None
     of_x = ops.conv_dx(dy, x, ddw, *ctx.tail) if ctx.needs_input_grad[1] else None

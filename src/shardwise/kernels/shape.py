@@ -1,4 +1,7 @@
-"""What a convolution's time depends on: sizes, strides, layout, precision. x_NCHW, w_FCRS, y_NFPQ."""
+"""What a convolution's time depends on: sizes, strides, layout and precision.
+
+x_NCHW, w_FCRS, y_NFPQ.
+"""
 
 from __future__ import annotations
 
