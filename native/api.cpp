@@ -75,25 +75,27 @@ template <> Kernel<double> find<double>(const Entry& entry, int direction) {
     return entry.both[direction];
 }
 
-template <class T> i64 measure(const Entry& entry, int direction, const Problem& g) {
+template <class T> i64 measure(const Entry& entry, int direction, const Problem& g, const void* columns = nullptr) {
     const Kernel<T> kernel = find<T>(entry, direction);
     if (!kernel || !entry.takes(g, direction)) return -1;
     Scratch scratch(nullptr);
-    kernel(g, Tensors<T>{}, scratch);
+    Tensors<T> none{};
+    none.columns = static_cast<const T*>(columns);
+    kernel(g, none, scratch);
     return (i64)scratch.bytes();
 }
 
 template <class T>
 int run(const Entry& entry, int direction, const Problem& g, const void* x, const void* w,
-        const void* y, const void* bias, void* out, bool keep) try {
-    const i64 bytes = measure<T>(entry, direction, g);
+        const void* y, const void* bias, void* out, const void* columns, bool keep) try {
+    const i64 bytes = measure<T>(entry, direction, g, columns);
     if (bytes < 0) return unsupported;
     const Arena::Block block = arena().take((std::size_t)bytes + 64);
     if (!block.data) return no_memory;
     Scratch scratch(block.data);
     const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),
                              static_cast<const T*>(y), static_cast<const T*>(bias),
-                             static_cast<T*>(out)};
+                             static_cast<T*>(out), static_cast<const T*>(columns)};
     find<T>(entry, direction)(g, tensors, scratch);
     arena().give_back(block, keep);
     return done;
@@ -120,10 +122,17 @@ EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem*
 }
 
 EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, const void* x,
-                  const void* w, const void* y, const void* bias, void* out, int keep) {
+                  const void* w, const void* y, const void* bias, void* out, const void* columns,
+                  int keep) {
     const Entry& entry = entries[kernel];
-    return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, keep)
-                     : run<float>(entry, direction, *g, x, w, y, bias, out, keep);
+    return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, columns, keep)
+                     : run<float>(entry, direction, *g, x, w, y, bias, out, columns, keep);
+}
+
+// The im2col matrix of a convolution of one group: [c, r, s][pixel], or [pixel][r, s, c].
+EXPORT void sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
+    if (is_double) im2col(*g, static_cast<const double*>(x), static_cast<double*>(columns));
+    else im2col(*g, static_cast<const float*>(x), static_cast<float*>(columns));
 }
 
 EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }
@@ -140,5 +149,5 @@ EXPORT void sw_sgemm(i64 m, i64 n, i64 k, const float* a, const float* b, float*
     Problem g = {};
     g.n = 1, g.c = k, g.f = m, g.r = g.s = 1, g.h = g.p = 1, g.w = g.q = n;
     g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = g.groups = 1, g.threads = threads;
-    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, 1);
+    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, nullptr, 1);
 }

@@ -62,7 +62,8 @@ void col2im_last(const Problem& g, const T* columns, i64 begin, i64 end, T* dx) 
 
 template <class T> void base_forward(const Problem& g, Tensors<T> t, Scratch& scratch) {
     const i64 n = g.columns(), depth = g.depth();
-    T* columns = scratch.take<T>(n * depth);
+    T* own = t.columns ? nullptr : scratch.take<T>(n * depth);
+    const T* columns = t.columns ? t.columns : own;
     const Scratch start = scratch;
     for (i64 group = 0; group < g.groups; group++) {
         scratch = start;
@@ -70,12 +71,12 @@ template <class T> void base_forward(const Problem& g, Tensors<T> t, Scratch& sc
         filters.data += group * g.group_f() * depth;
         const T* bias = t.bias ? t.bias + group * g.group_f() : nullptr;
         if (g.last) {
-            if (columns) im2col(g, t.x + group * g.group_c(), columns);
+            if (own) im2col(g, t.x + group * g.group_c(), own);
             Strided<T> rows{columns, depth, 1};
             MatrixC<T> c{t.out + group * g.group_f(), g.f, {nullptr, bias, g.relu != 0}};
             multiply_last(g, filters, rows, c, 1, scratch);
         } else {
-            if (columns) im2col(g, t.x + group * g.group_c() * g.h * g.w, columns);
+            if (own) im2col(g, t.x + group * g.group_c() * g.h * g.w, own);
             Strided<T> matrix{columns, 1, n};
             ImagesC<T> images{t.out + group * g.group_f() * g.pixels(), g.f * g.pixels(),
                               g.pixels(), {bias, nullptr, g.relu != 0}};
@@ -86,16 +87,17 @@ template <class T> void base_forward(const Problem& g, Tensors<T> t, Scratch& sc
 
 template <class T> void base_filter(const Problem& g, Tensors<T> t, Scratch& scratch) {
     const i64 n = g.columns(), depth = g.depth();
-    T* columns = scratch.take<T>(n * depth);
+    T* own = t.columns ? nullptr : scratch.take<T>(n * depth);
+    const T* columns = t.columns ? t.columns : own;
     const Scratch start = scratch;
     for (i64 group = 0; group < g.groups; group++) {
         scratch = start;
         T* dw = t.out + group * g.group_f() * depth;
         if (g.last) {
-            if (columns) im2col(g, t.x + group * g.group_c(), columns);
+            if (own) im2col(g, t.x + group * g.group_c(), own);
             trans_last(g, t.y + group * g.group_f(), Strided<T>{columns, 1, depth}, dw, scratch);
         } else {
-            if (columns) im2col(g, t.x + group * g.group_c() * g.h * g.w, columns);
+            if (own) im2col(g, t.x + group * g.group_c() * g.h * g.w, own);
             auto rows = [&](int) { return Strided<T>{columns, n, 1}; };
             const T* dy = t.y + group * g.group_f() * g.pixels();
             trans_planar(g, dy, dw, blocks.mc, rows, scratch);

@@ -12,6 +12,7 @@ template <class T> struct Tensors {
     const T* y;     // dy, in the backward directions
     const T* bias;  // or null
     T* out;         // y, dx or dw
+    const T* columns = nullptr;  // BASE, forward and dw: im2col(x), where it was kept
 };
 
 template <class T> void zero(const Problem& g, i64 count, T* to) {

@@ -65,8 +65,12 @@ class Library:
         tensors: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
         keep: bool = True,
+        columns: torch.Tensor | None = None,
     ) -> int:
-        """Computes `out` from x, w, y and bias; the status says whether it was possible."""
+        """Computes `out` from x, w, y and bias; the status says whether it was possible.
+
+        BASE takes its im2col matrix from `columns`, if given.
+        """
         pointers = [None if t is None else t.data_ptr() for t in tensors]
         return self.lib.sw_run(
             self.numbers[kernel],
@@ -75,8 +79,13 @@ class Library:
             ctypes.byref(problem),
             *pointers,
             out.data_ptr(),
+            None if columns is None else columns.data_ptr(),
             keep,
         )
+
+    def im2col(self, problem: Problem, x: torch.Tensor, columns: torch.Tensor) -> None:
+        double = x.dtype == torch.float64
+        self.lib.sw_im2col(double, ctypes.byref(problem), x.data_ptr(), columns.data_ptr())
 
     def arena_peak_bytes(self) -> int:
         return self.lib.sw_arena_peak()
@@ -93,7 +102,8 @@ def load(path: Path) -> Library:
     lib.sw_cpu.restype = ctypes.c_char_p
     lib.sw_workspace.argtypes = [number, number, number, problem]
     lib.sw_workspace.restype = long
-    lib.sw_run.argtypes = [number, number, number, problem, *[pointer] * 5, number]
+    lib.sw_run.argtypes = [number, number, number, problem, *[pointer] * 6, number]
+    lib.sw_im2col.argtypes = [number, problem, pointer, pointer]
     lib.sw_arena_peak.restype = long
     lib.sw_use_runtime.argtypes = [pointer] * 3
     lib.sw_sgemm.argtypes = [long] * 3 + [pointer] * 3 + [number]

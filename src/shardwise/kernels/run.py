@@ -18,6 +18,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 INEXACT = ("winograd2", "winograd4")  # more rounding than a plain sum of products
 
+persistent = True  # P1's PM: workspaces stay allocated between calls
+
 Settings = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
 
 
@@ -41,7 +43,6 @@ def forward(
     settings: Settings,
     kernel: str,
     relu: bool = False,
-    keep: bool = True,
 ) -> torch.Tensor:
     """y, with the bias added and, if asked for, negative numbers set to 0."""
 
@@ -53,7 +54,7 @@ def forward(
     if shape is None or not _same(x, bias):
         return stock()
     tensors = (_dense(x, shape.last), _dense(w, shape.filter_last), None, _plain(bias))
-    return _run("fwd", kernel, shape, tensors, shape.out, stock, relu, keep)
+    return _run("fwd", kernel, shape, tensors, shape.out, stock, relu)
 
 
 def backward_data(
@@ -62,7 +63,6 @@ def backward_data(
     w: torch.Tensor,
     settings: Settings,
     kernel: str,
-    keep: bool = True,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
         return _stock_backward(dy, x, w, settings, (True, False))[0]
@@ -71,7 +71,7 @@ def backward_data(
     if shape is None or not _same(x, dy):
         return stock()
     tensors = (None, _dense(w, shape.filter_last), _dense(dy, shape.last), None)
-    return _run("dx", kernel, shape, tensors, shape.x, stock, keep=keep)
+    return _run("dx", kernel, shape, tensors, shape.x, stock)
 
 
 def backward_filter(
@@ -80,7 +80,6 @@ def backward_filter(
     w: torch.Tensor,
     settings: Settings,
     kernel: str,
-    keep: bool = True,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
         return _stock_backward(dy, x, w, settings, (False, True))[1]
@@ -89,7 +88,7 @@ def backward_filter(
     if shape is None or not _same(x, dy):
         return stock()
     tensors = (_dense(x, shape.last), None, _dense(dy, shape.last), None)
-    return _run("dw", kernel, shape, tensors, shape.w, stock, keep=keep)
+    return _run("dw", kernel, shape, tensors, shape.w, stock)
 
 
 def _run(
@@ -100,7 +99,6 @@ def _run(
     out_shape: tuple[int, ...],
     stock: Callable[[], torch.Tensor],
     relu: bool = False,
-    keep: bool = True,
 ) -> torch.Tensor:
     """The kernel; where it cannot, a smaller one of ours; at last the stock operator."""
     lib = library()
@@ -116,7 +114,7 @@ def _run(
             f"{kernel!r} is no {direction} kernel; choose from {kernels_for(direction)}"
         )
     for name in (kernel, *names[names.index(kernel) + 1 :]):
-        if lib.run(name, direction, problem, tensors, out, keep) == DONE:
+        if lib.run(name, direction, problem, tensors, out, persistent) == DONE:
             return out
     return stock()
 
