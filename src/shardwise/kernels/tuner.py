@@ -18,8 +18,8 @@ from shardwise.kernels.winners import Times, Winners, fits
 
 MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
 ROUNDS = 3
-HOPELESS = 1.3  # times slower than the best: not timed again
-WARMING = 2.5  # the same after the first call, which also touches its memory for the first time
+HOPELESS = 2.0  # times slower than the best: not timed again
+LARGE = 500_000_000  # operations: worth a trial on a few samples first
 MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
 
 
@@ -88,9 +88,17 @@ class Tuner:
     def _time(
         self, shape: ConvShape, direction: str, names: list[str], tensors: tuple[torch.Tensor, ...]
     ) -> None:
-        calls = {name: call(direction, name, settings(shape), *tensors) for name in names}
+        """Of kernels that are far behind on a few samples, that is the time that is kept."""
         record = self.winners.seconds.setdefault(shape.key, {}).setdefault(direction, {})
-        record.update(interleaved(calls))
+        x, w, dy = tensors
+        few, how = -(-x.shape[0] // 8), settings(shape)
+        if shape.flops >= LARGE and few < x.shape[0]:
+            sample = (x[:few], w, dy[:few])
+            trial = interleaved({n: call(direction, n, how, *sample) for n in names}, rounds=1)
+            limit = HOPELESS * min(trial.values())
+            record.update({n: t * x.shape[0] / few for n, t in trial.items() if t > limit})
+            names = [name for name in names if trial[name] <= limit]
+        record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
 
 
 def settings(shape: ConvShape) -> Settings:
@@ -128,11 +136,12 @@ def call(
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> Times:
     """The median seconds of each call; taken in turns, since a machine's speed drifts.
 
-    The first round warms up. Calls that are then far behind the best are not made again.
+    The first round warms up: it also touches memory for the first time. Calls that are then far
+    behind the best are not made again.
     """
     times = {name: [seconds(function)] for name, function in calls.items()}
-    for turn in range(rounds):
-        limit = min(values[-1] for values in times.values()) * (WARMING if not turn else HOPELESS)
+    for _ in range(rounds):
+        limit = HOPELESS * min(values[-1] for values in times.values())
         for name, values in times.items():
             if values[-1] <= limit:
                 values.append(seconds(calls[name]))
