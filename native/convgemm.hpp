@@ -22,8 +22,13 @@ template <class T> void zero(const Problem& g, i64 count, T* to) {
     });
 }
 
-// A block of k is whole taps, or whole channels, so that no segment is cut.
-inline i64 block_of(i64 unit, i64 limit) { return unit * std::max<i64>(1, limit / unit); }
+// A block of k is whole segments, or an equal part of one.
+inline i64 block_of(i64 segment, i64 limit) {
+    if (segment <= limit) return segment * (limit / segment);
+    for (i64 parts = 2; segment / parts >= limit / 2; parts++)
+        if (segment % parts == 0 && segment / parts <= limit) return segment / parts;
+    return segment;
+}
 
 template <class T> constexpr i64 kc_of() { return blocks.kc * 4 / (i64)sizeof(T); }
 
@@ -53,11 +58,10 @@ template <class T, class Rows>
 void multiply_last(const Problem& g, const Filters<T>& filters, Rows& rows, MatrixC<T> c,
                    i64 segment, Scratch& scratch) {
     const i64 m = g.columns(), n = g.group_f(), k = g.depth();
-    const i64 kc = block_of(segment, kc_of<T>() * 2);
+    const i64 kc = block_of(segment, kc_of<T>() * 4 / 3);
     const Tile tile = choose_tile<T>(m, n, 8);
     const i64 nr = tile.nv * lanes<T>, padded = round_up(n, nr);
-    const i64 mc = round_up(std::max<i64>(blocks.cache_bytes / 2 / (kc * sizeof(T)), 48), tile.mr);
-    const i64 table = mc * (kc / segment);
+    const i64 mc = round_up(blocks.mc / 2, tile.mr), table = mc * std::max<i64>(1, kc / segment);
     T* packed = scratch.take<T>(padded * k);
     const T** tables = scratch.take<const T*>(g.threads * table);
     if (scratch.measuring()) return;
@@ -158,9 +162,9 @@ void trans_planar(const Problem& g, const T* dy, T* dw, i64 mc, Rows make_rows, 
 // Channels last: dw[f, (r, s, c)] = dy^T[f, pixel] im2col[pixel, (r, s, c)]; nothing is transposed.
 template <class T, class Columns>
 void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Scratch& scratch) {
-    const i64 m = g.group_f(), n = g.depth(), k = g.columns(), kc = kc_of<T>(), mc = blocks.mc;
+    const i64 m = g.group_f(), n = g.depth(), k = g.columns(), kc = kc_of<T>() * 2, mc = blocks.mc / 2;
     const Tile tile = choose_tile<T>(m, n);
-    const i64 nr = tile.nv * lanes<T>, nc = round_up(blocks.nc / 2, nr);
+    const i64 nr = tile.nv * lanes<T>, nc = round_up(blocks.nc / 4, nr);
     const i64 rows = round_up(std::min(m, mc), tile.mr);
     T* sums = g.filter_last || g.taps() == 1 ? dw : scratch.take<T>(m * n);
     T* a_panels = scratch.take<T>(g.threads * rows * kc);

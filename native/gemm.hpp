@@ -13,6 +13,12 @@
 
 namespace shardwise {
 
+// C is read only after the k loop: by then it is there.
+template <class T> inline void prefetch_tile(const T* c, i64 ldc, int m, int nv) {
+    for (int i = 0; i < m; i++)
+        for (int v = 0; v < nv; v++) __builtin_prefetch(c + i * ldc + v * lanes<T>, 1);
+}
+
 template <class T, class A, class B, class C>
 void gemm(Range rows, Range columns, i64 k, i64 kc, i64 mc, i64 nc, Tile tile, A& a, B& b, C& c) {
     constexpr int L = lanes<T>;
@@ -33,6 +39,7 @@ void gemm(Range rows, Range columns, i64 k, i64 kc, i64 mc, i64 nc, Tile tile, A
                         i64 ldc = nr;
                         T* out = n == nv * L ? c.direct(ir, jr, n, ldc) : nullptr;
                         if (out) {
+                            if (c.sums(pc)) prefetch_tile(out, ldc, m, nv);
                             a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{out, ldc, c.sums(pc)});
                         } else {
                             a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{buffer, nr, false});

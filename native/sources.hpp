@@ -168,18 +168,20 @@ template <class T> struct PatchRows {
     const T* x;      // at the group's first channel
     const T* zeros;  // group_c of them: what padding reads
 
+    // k begins and ends at a tap, or lies inside one.
     void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
-        const i64 channels = g.group_c(), first = k / channels;
-        length = channels, segments = kb / channels;
-        for (i64 t = 0; t < mb; t++) {
-            const Pixel at = pixel_at(g, i + t);
-            for (i64 segment = 0; segment < segments; segment++) {
-                const i64 tap = first + segment;
-                const i64 row = at.row * g.stride_h - g.pad_h + tap / g.s * g.dilation_h;
-                const i64 column = at.column * g.stride_w - g.pad_w + tap % g.s * g.dilation_w;
+        const i64 channels = g.group_c(), first = k / channels, c = k % channels;
+        length = std::min(kb, channels), segments = kb / length;
+        for (i64 segment = 0; segment < segments; segment++) {
+            const i64 down = (first + segment) / g.s * g.dilation_h - g.pad_h;
+            const i64 right = (first + segment) % g.s * g.dilation_w - g.pad_w;
+            Pixel at = pixel_at(g, i);
+            for (i64 t = 0; t < mb; t++, next_pixel(g, at)) {
+                const i64 row = at.row * g.stride_h + down;
+                const i64 column = at.column * g.stride_w + right;
                 const bool in = row >= 0 && row < g.h && column >= 0 && column < g.w;
                 table[segment * mb + t] =
-                    in ? x + ((at.image * g.h + row) * g.w + column) * g.c : zeros;
+                    in ? x + ((at.image * g.h + row) * g.w + column) * g.c + c : zeros;
             }
         }
     }
@@ -248,10 +250,7 @@ template <class T> struct TapColumns {
                 copy(to, x + ((at.image * g.h + row) * g.w + column) * g.c + c, length);
             else
                 fill_zero(to, length);
-            if (++at.column == g.q) {
-                at.column = 0;
-                if (++at.row == g.p) at.row = 0, at.image++;
-            }
+            next_pixel(g, at);
         }
     }
 };

@@ -285,7 +285,9 @@ void winograd(const Problem& g, const T* x, const Filters<T>& filters, const T* 
     const Tiling t = tiling_of<M>(g.c, g.h, g.w, g.last, g.pad_h, g.pad_w, g.p, g.q);
     const Tile tile = choose_tile<T>(1 << 12, g.f, 8);
     const i64 nr = tile.nv * L, padded = round_up(g.f, nr), units = g.n * t.down;
-    const i64 most = tile_rows_of_chunk(squares * (g.c + g.f) * sizeof(T), t.across, 96,
+    // With few filters the cache decides; many filters, read from memory, want many tiles each time.
+    const i64 least_tiles = squares * g.c * g.f * (i64)sizeof(T) > 4 * blocks.cache_bytes ? 192 : 96;
+    const i64 most = tile_rows_of_chunk(squares * (g.c + g.f) * sizeof(T), t.across, least_tiles,
                                         blocks.cache_bytes);
     const i64 chunk = std::min(most, (units + g.threads - 1) / g.threads), tiles = chunk * t.across;
     T* u = scratch.take<T>(squares * padded * g.c);
