@@ -1,12 +1,13 @@
 """Gflop/s of every kernel on the layers of P1's and P5's networks, against stock PyTorch and SGEMM.
 
     python benchmarks/kernels.py [--networks vgg16,...] [--batch 8] [--threads 1] [--every 1]
-        [--json FILE]
+        [--cpu-time] [--json FILE]
 
 For each different layer and direction: the stock operator and each kernel, the better of NCHW and
 channels last, and SGEMM of the same size (torch.mm, at most 2^26 elements of its widest matrix);
 all in turns in one run. Rates count a plain sum of products for every kernel. Then the goals:
-CONVGEMM against SGEMM, CONVGEMM_TRANS and Winograd against the stock operator.
+CONVGEMM against SGEMM, CONVGEMM_TRANS and Winograd against the stock operator. On a machine that
+others use too, --cpu-time counts the time of the one thread instead of the clock's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 
 from shardwise import zoo
 from shardwise.accelerate import convolutions
+from shardwise.kernels import tuner
 from shardwise.kernels.run import STOCK
 from shardwise.kernels.shape import ConvShape
 from shardwise.kernels.tuner import Tuner, call, interleaved, random_tensors, settings
@@ -133,10 +136,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layer")
+    parser.add_argument("--cpu-time", action="store_true", help="of the one thread")
     parser.add_argument("--json", type=Path, help="add the figures to this file")
     arguments = parser.parse_args()
+    if arguments.cpu_time and arguments.threads > 1:
+        parser.error("--cpu-time is for one thread: threads that wait also take time")
+    if arguments.cpu_time:
+        tuner.clock = time.process_time
     torch.set_num_threads(arguments.threads)
-    rows = []
+    path: Path | None = arguments.json
+    rows = json.loads(path.read_text()) if path and path.exists() else []
     for network in arguments.networks.split(","):
         found = list(layers(network, arguments.batch).items())
         for shape, (name, inner) in found[:: arguments.every]:
@@ -153,10 +162,8 @@ def main() -> None:
                 }
                 rows.append(row)
                 print(line(row), flush=True)
-    if arguments.json:
-        old = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
-        rows = old + rows
-        arguments.json.write_text(json.dumps(rows, indent=1))
+                if path:
+                    path.write_text(json.dumps(rows, indent=1))
     print("\n".join(summary(rows)))
 
 

@@ -4,6 +4,7 @@
 #include "columns.hpp"
 #include "depthwise.hpp"
 #include "direct.hpp"
+#include "norm.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {
@@ -133,6 +134,31 @@ EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, co
 EXPORT void sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
     if (is_double) im2col(*g, static_cast<const double*>(x), static_cast<double*>(columns));
     else im2col(*g, static_cast<const float*>(x), static_cast<float*>(columns));
+}
+
+// Batch norm in training. `relu` is also what comes after it; y is null in its backward if not.
+EXPORT void sw_norm_forward(int is_double, const Images* g, const void* x, const void* weight,
+                            const void* bias, double eps, int relu, void* y, void* mean,
+                            void* inverse) {
+    auto run = [&](auto zero) {
+        using T = decltype(zero);
+        norm_forward<T>(*g, (const T*)x, (const T*)weight, (const T*)bias, eps, relu != 0, (T*)y,
+                        (T*)mean, (T*)inverse);
+    };
+    if (is_double) run(0.0);
+    else run(0.0f);
+}
+
+EXPORT void sw_norm_backward(int is_double, const Images* g, const void* dy, const void* x,
+                             const void* y, const void* weight, const void* mean,
+                             const void* inverse, void* dx, void* dweight, void* dbias) {
+    auto run = [&](auto zero) {
+        using T = decltype(zero);
+        norm_backward<T>(*g, (const T*)dy, (const T*)x, (const T*)y, (const T*)weight,
+                         (const T*)mean, (const T*)inverse, (T*)dx, (T*)dweight, (T*)dbias);
+    };
+    if (is_double) run(0.0);
+    else run(0.0f);
 }
 
 EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }

@@ -62,6 +62,7 @@ def test_the_copy_shares_parameters_and_computes_the_same(layout: str) -> None:
     for a, b in zip(model.parameters(), fast.parameters(), strict=True):
         assert a is b
     assert type(model[0]) is nn.Conv2d and isinstance(fast[0], TunedConv2d)
+    assert type(model[2]) is nn.ReLU and type(fast[2]) is nn.Identity and fast[1].relu
     assert type(fast[3]) is nn.Conv2d  # padding by name stays with the stock operator
     for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
         torch.testing.assert_close(a, b)

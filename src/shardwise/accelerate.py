@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from shardwise.kernels import tuner
+from shardwise.kernels.norm import FusedBatchNorm2d
 from shardwise.kernels.shape import ConvShape, shape_of
 from shardwise.kernels.tuner import MEMORY_BYTES, Choice, Tuner
 from shardwise.stored import copy_structure
@@ -19,14 +22,16 @@ class TunedConv2d(nn.Conv2d):
     """A convolution with a kernel for each direction; parameters and state are the original's."""
 
     choice: Choice
+    relu = False  # apply the ReLU that followed, while the numbers are in the cache
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.choice.stock or input.ndim != 4:
-            return super().forward(input)
+            y = super().forward(input)
+            return functional.relu(y, inplace=True) if self.relu else y
         names = (self.choice.fwd, self.choice.dx, self.choice.dw)
         how = (self.stride, self.padding, self.dilation)
         return torch.ops.shardwise.conv(
-            input, self.weight, self.bias, *how, self.groups, *names, False
+            input, self.weight, self.bias, *how, self.groups, *names, self.relu
         )
 
 
@@ -49,6 +54,9 @@ def accelerate(
     report: Callable[[Seen], None] | None = None,
 ) -> nn.Module:
     """A tuned copy of a model: the same parameters, the same `state_dict`, faster convolutions.
+
+    Batch norm runs on a kernel of ours too, and takes the ReLU that follows it in a sequence along;
+    so do convolutions.
 
     Every kernel is timed on every convolution that x meets, the stock operator too, and the
     fastest one of each direction is used from then on; times are kept on disk. `memory` limits the
@@ -91,7 +99,32 @@ def _tuned(
         module = twin.get_submodule(name)
         module.__class__ = TunedConv2d  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
+    for module in twin.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = FusedBatchNorm2d
+    _fuse_relus(twin)
     return twin
+
+
+def _fuse_relus(model: nn.Module) -> None:
+    """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
+    uses: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        uses[id(module)] = uses.get(id(module), 0) + 1
+    for sequence in model.modules():
+        if type(sequence) is not nn.Sequential:
+            continue
+        for (_, before), (name, after) in pairwise(sequence._modules.items()):
+            able = isinstance(before, TunedConv2d | FusedBatchNorm2d) and type(after) is nn.ReLU
+            if able and uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after):
+                before.relu = True  # type: ignore[union-attr]
+                sequence._modules[name] = nn.Identity().train(after.training)
+
+
+def _hooked(*modules: nn.Module) -> bool:
+    """Whether someone watches what goes in or out of these modules."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, table) for module in modules for table in tables)
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:

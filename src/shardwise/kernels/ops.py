@@ -125,7 +125,7 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _conv_gradients(ctx, dy):  # type: ignore[no-untyped-def]
     x, w, *y = ctx.saved_tensors
     if y:
-        dy = dy * (y[0] > 0)
+        dy = torch.ops.aten.threshold_backward(dy, y[0], 0)
     ops = torch.ops.shardwise
     dx = ops.conv_dx(dy, x, w, *ctx.tail) if ctx.needs_input_grad[0] else None
     dw = ops.conv_dw(dy, x, w, *ctx.tail) if ctx.needs_input_grad[1] else None
