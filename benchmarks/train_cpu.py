@@ -3,9 +3,11 @@
     python benchmarks/train_cpu.py [--networks vgg16_cifar,...] [--threads 1,2] [--batch N]
         [--variants stock,tuned,BASE,...] [--rounds 3] [--cpu-time] [--json FILE]
 
-Prints images per second (forward, backward and an SGD step; the best of rounds that take turns), the convolutions' workspace, and the peak of resident memory. `stock` is the better of NCHW and
+Prints images per second (forward, backward and an SGD step; the best of rounds that take turns),
+the convolutions' workspace, and the peak of resident memory. `stock` is the better of NCHW and
 channels last. BASE keeps every layer's im2col matrix for the backward pass, as P1 does. ImageNet
-batches are smaller than P1's, so that BASE fits into this machine; --batch sets another.
+batches are smaller than P1's, so that BASE fits into this machine; --batch sets another. On a
+machine that others use too, --cpu-time counts the time of the one thread instead of the clock's.
 """
 
 from __future__ import annotations

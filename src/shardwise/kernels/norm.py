@@ -129,8 +129,8 @@ def _gradients(ctx, dy, *_unused):  # type: ignore[no-untyped-def]
 
 
 def _differentiable(ctx, dy):  # type: ignore[no-untyped-def]
-    inputs = ctx.saved_tensors[:3]
-    out = functional.batch_norm(inputs[0], None, None, *inputs[1:], True, 0.0, ctx.eps)
+    inputs = x, weight, bias = ctx.saved_tensors[:3]
+    out = functional.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps)
     out = out if ctx.saved_tensors[3] is None else functional.relu(out)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(out, wanted, dy, create_graph=True))
