@@ -7,6 +7,7 @@ import torch
 
 from convolutions import CASES
 from shardwise.kernels import conv, native, run
+from shardwise.kernels.base import KeptColumns
 
 NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
 
@@ -80,6 +81,21 @@ def test_odd_tensors_give_what_the_stock_operator_gives(x: torch.Tensor, w: torc
     torch.testing.assert_close(y, stock)
     ours = torch.autograd.grad(y.sum(), (x, w))
     for a, b in zip(ours, torch.autograd.grad(stock.sum(), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_base_with_kept_columns_is_a_convolution(last: bool) -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    x, w, bias = tensors((2, 4, 7, 6), (6, 4, 3, 3), (6,))
+    x = x.to(memory_format=run.memory_format(last)).detach().requires_grad_()
+    y = KeptColumns.apply(x, w, bias, ((2, 1), (1, 0), (1, 1), 1))
+    stock = torch.nn.functional.conv2d(x, w, bias, (2, 1), (1, 0))
+    torch.testing.assert_close(y, stock)
+    dy = torch.randn_like(stock)
+    ours = torch.autograd.grad(y, (x, w, bias), dy)
+    for a, b in zip(ours, torch.autograd.grad(stock, (x, w, bias), dy), strict=True):
         torch.testing.assert_close(a, b)
 
 
