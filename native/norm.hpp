@@ -1,5 +1,4 @@
-// Batch norm in training, with the ReLU that follows it: two passes over the data each way. It is
-// what remains of a training step when convolutions are fast (a third of GoogLeNet's).
+// Batch norm in training, with the ReLU that follows it: two passes over the data each way.
 #pragma once
 
 #include <cmath>

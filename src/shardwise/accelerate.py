@@ -51,12 +51,13 @@ def accelerate(
     memory: str | int | None = None,
     exact_kernels: bool = False,
     layout: str = "keep",
+    fuse_norms: bool = False,
     report: Callable[[Seen], None] | None = None,
 ) -> nn.Module:
     """A tuned copy of a model: the same parameters, the same `state_dict`, faster convolutions.
 
-    Batch norm runs on a kernel of ours too, and takes the ReLU that follows it in a sequence along;
-    so do convolutions.
+    A convolution takes the ReLU that follows it in a sequence along. With `fuse_norms`, batch norm
+    runs on a kernel of ours that does so too; whether that is faster is not timed.
 
     Every kernel is timed on every convolution that x meets, the stock operator too, and the
     fastest one of each direction is used from then on; times are kept on disk. `memory` limits the
@@ -69,9 +70,18 @@ def accelerate(
         raise ValueError(f"layout={layout!r} is not one of keep, channels_last, auto")
     limit = parse_size(memory) if isinstance(memory, str) else memory
     chooser = Tuner(MEMORY_BYTES if limit is None else limit, exact_kernels)
+
+    def tuned(last: bool) -> nn.Module:
+        twin = _tuned(model, x, last, chooser, report)
+        for module in twin.modules() if fuse_norms else ():
+            if type(module) is nn.BatchNorm2d:
+                module.__class__ = FusedBatchNorm2d
+        _fuse_relus(twin)
+        return twin
+
     if layout != "auto":
-        return _tuned(model, x, layout == "channels_last", chooser, report)
-    twins = {str(last): _tuned(model, x, last, chooser, report) for last in (False, True)}
+        return tuned(layout == "channels_last")
+    twins = {str(last): tuned(last) for last in (False, True)}
     steps = {key: _training_step(twin, x) for key, twin in twins.items()}
     times = tuner.interleaved(steps)
     return twins[min(times, key=times.__getitem__)]
@@ -99,10 +109,6 @@ def _tuned(
         module = twin.get_submodule(name)
         module.__class__ = TunedConv2d  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
-    for module in twin.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = FusedBatchNorm2d
-    _fuse_relus(twin)
     return twin
 
 
