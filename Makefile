@@ -14,7 +14,7 @@ help:  ## list these commands
 
 setup: $(READY)  ## make .venv with everything in it
 
-$(READY): pyproject.toml Makefile
+$(READY): pyproject.toml Makefile hatch_build.py $(wildcard native/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[dev]'

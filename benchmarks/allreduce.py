@@ -33,7 +33,7 @@ from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.launch import init_from_environment, launched_switches, under_launcher
 from shardwise.network import Network
-from shardwise.tuning import Figures, lane_of, measure_figures, measure_sums, race
+from shardwise.sum_tuning import Figures, lane_of, measure_figures, measure_sums, race
 
 HOSTS, PER_SWITCH = 8, 4
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12, 16))

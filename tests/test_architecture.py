@@ -20,6 +20,7 @@ DESCRIBE = {
     "strategies",
     "transfer",
     "units",
+    "kernels",
     "cluster",
     "winners",
 }
@@ -48,7 +49,7 @@ EXECUTE = {
     "stored",
     "parallel",
     "probe",
-    "tuning",
+    "sum_tuning",
     "gradients",
     "optimizer",
 }

@@ -1,6 +1,7 @@
 """Trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
 
 from shardwise import data, zoo
+from shardwise.accelerate import accelerate
 from shardwise.capture import capture
 from shardwise.cluster import Cluster
 from shardwise.comm import LostPeer
@@ -8,6 +9,8 @@ from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
+from shardwise.kernels.ops import conv
+from shardwise.kernels.tuner import tuning
 from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
 from shardwise.optimizer import optimizer
 from shardwise.parallel import ParallelModel, parallelize
@@ -32,7 +35,9 @@ __all__ = [
     "ShardwiseError",
     "Trace",
     "WorkerError",
+    "accelerate",
     "capture",
+    "conv",
     "data",
     "init_from_environment",
     "optimizer",
@@ -40,6 +45,7 @@ __all__ = [
     "plan",
     "run_local",
     "simulate",
+    "tuning",
     "under_launcher",
     "zoo",
 ]

@@ -20,6 +20,7 @@ from shardwise.comm import LostPeer
 from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
+from shardwise.kernel_table import Wish, kernel_table, time_kernels
 from shardwise.launch import WorkerError, choose_world, end_all
 from shardwise.models import parse_options, parse_shape, parse_split
 from shardwise.planning import as_data
@@ -349,6 +350,48 @@ def simulate(
         return
     for line in trace_lines(step):
         print(line)
+
+
+@app.command()
+def kernels(
+    model: Model,
+    batch: Annotated[int, typer.Option(help="Samples per step.")] = 64,
+    shape: Shapes = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Number of threads. (default: as torch has it)")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="keep (NCHW) or channels_last.")] = "keep",
+    memory: Annotated[
+        str | None, typer.Option(help="Workspace of a kernel, such as 64MiB.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Without Winograd's kernels, which round more.")
+    ] = False,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Time every convolution kernel on every layer of a model, and show which one is fastest.
+
+    One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
+    timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
+    """
+    wish = Wish(
+        spec=model,
+        shape=parse_shape(shape[0]) if shape else None,
+        batch=batch,
+        threads=threads,
+        layout=layout,
+        memory=memory,
+        exact=exact,
+        options=_model_options(option, num_classes),
+    )
+    with Console(stderr=True).status(f"timing the kernels of {model}") as status:
+        rows = time_kernels(wish, lambda name: status.update(f"timing {model}: {name}"))
+    if json:
+        print(dumps([row.data() for row in rows]))
+    else:
+        _console().print(kernel_table(model, rows))
 
 
 @app.command()

@@ -31,8 +31,8 @@ from shardwise.parallel import parallelize
 from shardwise.probe import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.questions import Question
 from shardwise.strategies import Split
+from shardwise.sum_tuning import Figures, measure_figures, measure_sums
 from shardwise.timing import TimeTable, Work, all_works, first_layers, timer_for
-from shardwise.tuning import Figures, measure_figures, measure_sums
 from shardwise.winners import Winner
 
 STEPS = 3  # of each plan that shows what messages cost amid computation

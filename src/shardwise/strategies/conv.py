@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.graph import Layer
+from shardwise.kernels.tuner import convolution
 from shardwise.layout import Layout, Ranges
 from shardwise.strategies.base import Local, Need, Split, Strategy, whole
 
@@ -210,10 +211,10 @@ def _grouped(
 ) -> torch.Tensor:
     """A convolution of the local filters, which may begin or end inside a group."""
     attrs, groups = local.attrs, local.attrs["groups"]
-    fixed = (attrs["stride"], padding, attrs["dilation"], False, [0] * (x.ndim - 2))
+    fixed = (attrs["stride"], padding, attrs["dilation"])
     start, stop = local.output.starts[1], local.output.stops[1]
     if groups == 1:
-        return torch.convolution(x, weight, bias, *fixed, 1)
+        return convolution(x, weight, bias, *fixed, 1)
     per_group = local.layer.shape[1] // groups
     width = local.layer.operands[0].shape[1] // groups
     parts = []
@@ -223,7 +224,7 @@ def _grouped(
         x_part = x[:, channels][:, : (last - first) * width]
         rows = slice(a - start, b - start)
         b_part = bias[rows] if bias is not None else None
-        parts.append(torch.convolution(x_part, weight[rows], b_part, *fixed, last - first))
+        parts.append(convolution(x_part, weight[rows], b_part, *fixed, last - first))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

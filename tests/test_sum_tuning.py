@@ -12,7 +12,14 @@ from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launched_switches
 from shardwise.probing import probe
-from shardwise.tuning import Figures, _best, _neighbours, measure_figures, measure_sums, races_of
+from shardwise.sum_tuning import (
+    Figures,
+    _best,
+    _neighbours,
+    measure_figures,
+    measure_sums,
+    races_of,
+)
 from shardwise.winners import Winner
 
 SIZES = (4096, 1 << 19)

@@ -1,0 +1,179 @@
+// The plain C interface: raw pointers, no exceptions, a status for every call.
+#include <new>
+
+#include "columns.hpp"
+#include "depthwise.hpp"
+#include "direct.hpp"
+#include "norm.hpp"
+#include "winograd.hpp"
+
+namespace shardwise {
+
+enum Direction { forward, backward_data, backward_filter };
+enum Status { done, unsupported, no_memory };
+
+template <class T> using Kernel = void (*)(const Problem&, Tensors<T>, Scratch&);
+
+struct Entry {
+    const char* name;
+    Kernel<float> single[3];  // by direction; null where there is none
+    Kernel<double> both[3];
+    bool (*takes)(const Problem&, int direction);
+};
+
+bool any(const Problem&, int) { return true; }
+bool unit_stride_backward(const Problem& g, int direction) {
+    return direction == forward || g.unit_stride();
+}
+
+const Entry entries[] = {
+    {"base",
+     {base_forward<float>, base_backward<float>, base_filter<float>},
+     {base_forward<double>, base_backward<double>, base_filter<double>},
+     any},
+    {"convgemm",
+     {convgemm_forward<float>, convgemm_backward<float>, nullptr},
+     {convgemm_forward<double>, convgemm_backward<double>, nullptr},
+     unit_stride_backward},
+    {"convgemm_trans",
+     {nullptr, nullptr, convgemm_trans<float>},
+     {nullptr, nullptr, convgemm_trans<double>},
+     any},
+    {"deconvgemm",
+     {nullptr, deconvgemm<float>, nullptr},
+     {nullptr, deconvgemm<double>, nullptr},
+     any},
+    {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, any},
+    {"direct",
+     {direct_forward<float>, nullptr, direct_filter<float>},
+     {direct_forward<double>, nullptr, direct_filter<double>},
+     direct_takes},
+    {"depthwise",
+     {depthwise_forward<float>, depthwise_backward<float>, depthwise_filter<float>},
+     {depthwise_forward<double>, depthwise_backward<double>, depthwise_filter<double>},
+     depthwise_takes},
+    {"winograd2",
+     {winograd_forward<2>, winograd_backward<2>, winograd_filter<2>},
+     {nullptr, nullptr, nullptr},
+     winograd_takes},
+    {"winograd4",
+     {winograd_forward<4>, winograd_backward<4>, winograd_filter<4>},
+     {nullptr, nullptr, nullptr},
+     winograd_takes},
+};
+constexpr int num_entries = sizeof(entries) / sizeof(entries[0]);
+
+Arena& arena() {
+    static Arena* one = new Arena;
+    return *one;
+}
+
+template <class T> Kernel<T> find(const Entry& entry, int direction);
+template <> Kernel<float> find<float>(const Entry& entry, int direction) {
+    return entry.single[direction];
+}
+template <> Kernel<double> find<double>(const Entry& entry, int direction) {
+    return entry.both[direction];
+}
+
+template <class T> i64 measure(const Entry& entry, int direction, const Problem& g, const void* columns = nullptr) {
+    const Kernel<T> kernel = find<T>(entry, direction);
+    if (!kernel || !entry.takes(g, direction)) return -1;
+    Scratch scratch(nullptr);
+    Tensors<T> none{};
+    none.columns = static_cast<const T*>(columns);
+    kernel(g, none, scratch);
+    return (i64)scratch.bytes();
+}
+
+template <class T>
+int run(const Entry& entry, int direction, const Problem& g, const void* x, const void* w,
+        const void* y, const void* bias, void* out, const void* columns, bool keep) try {
+    const i64 bytes = measure<T>(entry, direction, g, columns);
+    if (bytes < 0) return unsupported;
+    const Arena::Block block = arena().take((std::size_t)bytes + 64);
+    if (!block.data) return no_memory;
+    Scratch scratch(block.data);
+    const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),
+                             static_cast<const T*>(y), static_cast<const T*>(bias),
+                             static_cast<T*>(out), static_cast<const T*>(columns)};
+    find<T>(entry, direction)(g, tensors, scratch);
+    arena().give_back(block, keep);
+    return done;
+} catch (const std::bad_alloc&) {
+    return no_memory;
+}
+
+}  // namespace shardwise
+
+using namespace shardwise;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT const char* sw_kernel_name(int kernel) {
+    return kernel >= 0 && kernel < num_entries ? entries[kernel].name : nullptr;
+}
+
+EXPORT const char* sw_cpu() { return blocks.cpu; }
+
+// Bytes of workspace, or -1 where the kernel does not take this problem.
+EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem* g) {
+    const Entry& entry = entries[kernel];
+    return is_double ? measure<double>(entry, direction, *g) : measure<float>(entry, direction, *g);
+}
+
+EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, const void* x,
+                  const void* w, const void* y, const void* bias, void* out, const void* columns,
+                  int keep) {
+    const Entry& entry = entries[kernel];
+    return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, columns, keep)
+                     : run<float>(entry, direction, *g, x, w, y, bias, out, columns, keep);
+}
+
+// The im2col matrix of a convolution of one group: [c, r, s][pixel], or [pixel][r, s, c].
+EXPORT void sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
+    if (is_double) im2col(*g, static_cast<const double*>(x), static_cast<double*>(columns));
+    else im2col(*g, static_cast<const float*>(x), static_cast<float*>(columns));
+}
+
+// Batch norm in training. `relu` is also what comes after it; y is null in its backward if not.
+EXPORT void sw_norm_forward(int is_double, const Images* g, const void* x, const void* weight,
+                            const void* bias, double eps, int relu, void* y, void* mean,
+                            void* inverse) {
+    auto run = [&](auto zero) {
+        using T = decltype(zero);
+        norm_forward<T>(*g, (const T*)x, (const T*)weight, (const T*)bias, eps, relu != 0, (T*)y,
+                        (T*)mean, (T*)inverse);
+    };
+    if (is_double) run(0.0);
+    else run(0.0f);
+}
+
+EXPORT void sw_norm_backward(int is_double, const Images* g, const void* dy, const void* x,
+                             const void* y, const void* weight, const void* mean,
+                             const void* inverse, void* dx, void* dweight, void* dbias) {
+    auto run = [&](auto zero) {
+        using T = decltype(zero);
+        norm_backward<T>(*g, (const T*)dy, (const T*)x, (const T*)y, (const T*)weight,
+                         (const T*)mean, (const T*)inverse, (T*)dx, (T*)dweight, (T*)dbias);
+    };
+    if (is_double) run(0.0);
+    else run(0.0f);
+}
+
+EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }
+EXPORT void sw_arena_release() { arena().release(); }
+
+// The OpenMP runtime to use; without one, an own pool.
+EXPORT void sw_use_runtime(void* parallel, void* number, void* count) {
+    runtime() = {reinterpret_cast<GompParallel>(parallel), reinterpret_cast<ThreadNumber>(number),
+                 reinterpret_cast<ThreadNumber>(count)};
+}
+
+// C[m, n] = A[m, k] B[k, n], row-major: the loop nest by itself, as a yardstick.
+EXPORT void sw_sgemm(i64 m, i64 n, i64 k, const float* a, const float* b, float* c, int threads) {
+    Problem g = {};
+    g.n = 1, g.c = k, g.f = m, g.r = g.s = 1, g.h = g.p = 1, g.w = g.q = n;
+    g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = g.groups = 1, g.threads = threads;
+    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, nullptr, 1);
+}

@@ -1,0 +1,138 @@
+// One filter for each channel: nothing to multiply as matrices, so plain loops over rows or channels.
+#pragma once
+
+#include "columns.hpp"
+
+namespace shardwise {
+
+// Calls work(x row, y row, tap, count) for each tap and output row of one planar image's channel.
+template <class Work> inline void each_planar_tap(const Problem& g, Work work) {
+    for (i64 p = 0; p < g.p; p++)
+        for (i64 tap = 0; tap < g.taps(); tap++) {
+            const i64 row = p * g.stride_h - g.pad_h + tap / g.s * g.dilation_h;
+            const i64 shift = tap % g.s * g.dilation_w - g.pad_w;
+            const Span ok = inside(0, g.q, g.stride_w, shift, g.w);
+            if (row >= 0 && row < g.h && ok.begin < ok.end)
+                work(row * g.w + ok.begin * g.stride_w + shift, p * g.q + ok.begin, tap,
+                     ok.end - ok.begin);
+        }
+}
+
+// Calls work(x pixel, y pixel, tap) for each tap and output pixel of one image.
+template <class Work> inline void each_tap(const Problem& g, Work work) {
+    for (i64 at = 0; at < g.pixels(); at++)
+        for (i64 tap = 0; tap < g.taps(); tap++) {
+            const i64 row = at / g.q * g.stride_h - g.pad_h + tap / g.s * g.dilation_h;
+            const i64 column = at % g.q * g.stride_w - g.pad_w + tap % g.s * g.dilation_w;
+            if (row >= 0 && row < g.h && column >= 0 && column < g.w)
+                work(row * g.w + column, at, tap);
+        }
+}
+
+template <class T>
+inline void multiply_add(T* to, i64 by_to, const T* from, i64 by_from, T factor, i64 count) {
+    if (by_to == 1 && by_from == 1)
+        for (i64 i = 0; i < count; i++) to[i] += factor * from[i];
+    else
+        for (i64 i = 0; i < count; i++) to[i * by_to] += factor * from[i * by_from];
+}
+
+// The filters as [tap][channel], whatever their layout.
+template <class T> inline void filters_by_tap(const Problem& g, const T* w, T* to) {
+    for (i64 c = 0; c < g.c; c++)
+        for (i64 tap = 0; tap < g.taps(); tap++) to[tap * g.c + c] = w[c * g.taps() + tap];
+}
+
+template <class T> void depthwise_forward(const Problem& g, Tensors<T> t, Scratch& scratch) {
+    T* by_tap = scratch.take<T>(g.taps() * g.c);
+    if (scratch.measuring()) return;
+    filters_by_tap(g, t.w, by_tap);
+    const i64 in = g.h * g.w, out = g.pixels();
+    parallel((int)g.threads, [&](int index, int total) {
+        const Range mine = part(g.last ? g.n : g.n * g.c, 1, index, total);
+        for (i64 job = mine.begin; job < mine.end; job++) {
+            if (!g.last) {
+                T* y = t.out + job * out;
+                const T bias = t.bias ? t.bias[job % g.c] : T(0);
+                for (i64 i = 0; i < out; i++) y[i] = bias;
+                each_planar_tap(g, [&](i64 x_at, i64 y_at, i64 tap, i64 count) {
+                    multiply_add(y + y_at, 1, t.x + job * in + x_at, g.stride_w,
+                                 by_tap[tap * g.c + job % g.c], count);
+                });
+                for (i64 i = 0; g.relu && i < out; i++) y[i] = y[i] > 0 ? y[i] : T(0);
+                continue;
+            }
+            T* y = t.out + job * out * g.c;
+            for (i64 i = 0; i < out; i++)
+                for (i64 c = 0; c < g.c; c++) y[i * g.c + c] = t.bias ? t.bias[c] : T(0);
+            each_tap(g, [&](i64 x_at, i64 y_at, i64 tap) {
+                const T *x = t.x + (job * in + x_at) * g.c, *w = by_tap + tap * g.c;
+                for (i64 c = 0; c < g.c; c++) y[y_at * g.c + c] += w[c] * x[c];
+            });
+            for (i64 i = 0; g.relu && i < out * g.c; i++) y[i] = y[i] > 0 ? y[i] : T(0);
+        }
+    });
+}
+
+template <class T> void depthwise_backward(const Problem& g, Tensors<T> t, Scratch& scratch) {
+    T* by_tap = scratch.take<T>(g.taps() * g.c);
+    if (scratch.measuring()) return;
+    filters_by_tap(g, t.w, by_tap);
+    const i64 in = g.h * g.w, out = g.pixels();
+    parallel((int)g.threads, [&](int index, int total) {
+        const Range mine = part(g.last ? g.n : g.n * g.c, 1, index, total);
+        for (i64 job = mine.begin; job < mine.end; job++) {
+            if (!g.last) {
+                T* dx = t.out + job * in;
+                fill_zero(dx, in);
+                each_planar_tap(g, [&](i64 x_at, i64 y_at, i64 tap, i64 count) {
+                    multiply_add(dx + x_at, g.stride_w, t.y + job * out + y_at, 1,
+                                 by_tap[tap * g.c + job % g.c], count);
+                });
+                continue;
+            }
+            T* dx = t.out + job * in * g.c;
+            fill_zero(dx, in * g.c);
+            each_tap(g, [&](i64 x_at, i64 y_at, i64 tap) {
+                const T *dy = t.y + (job * out + y_at) * g.c, *w = by_tap + tap * g.c;
+                for (i64 c = 0; c < g.c; c++) dx[x_at * g.c + c] += w[c] * dy[c];
+            });
+        }
+    });
+}
+
+// Threads own channels, so that no sum is shared.
+template <class T> void depthwise_filter(const Problem& g, Tensors<T> t, Scratch& scratch) {
+    T* by_tap = scratch.take<T>(g.taps() * g.c);
+    if (scratch.measuring()) return;
+    fill_zero(by_tap, g.taps() * g.c);
+    const i64 in = g.h * g.w, out = g.pixels();
+    parallel((int)g.threads, [&](int index, int total) {
+        const Range mine = part(g.c, lanes<T>, index, total);
+        for (i64 image = 0; image < g.n; image++) {
+            if (g.last) {
+                each_tap(g, [&](i64 x_at, i64 y_at, i64 tap) {
+                    const T* x = t.x + (image * in + x_at) * g.c;
+                    const T* dy = t.y + (image * out + y_at) * g.c;
+                    T* dw = by_tap + tap * g.c;
+                    for (i64 c = mine.begin; c < mine.end; c++) dw[c] += x[c] * dy[c];
+                });
+                continue;
+            }
+            for (i64 c = mine.begin; c < mine.end; c++)
+                each_planar_tap(g, [&](i64 x_at, i64 y_at, i64 tap, i64 count) {
+                    const T* x = t.x + (image * g.c + c) * in + x_at;
+                    const T* dy = t.y + (image * g.c + c) * out + y_at;
+                    T sum = 0;
+                    for (i64 i = 0; i < count; i++) sum += x[i * g.stride_w] * dy[i];
+                    by_tap[tap * g.c + c] += sum;
+                });
+        }
+    });
+    for (i64 c = 0; c < g.c; c++)
+        for (i64 tap = 0; tap < g.taps(); tap++) t.out[c * g.taps() + tap] = by_tap[tap * g.c + c];
+}
+
+inline bool depthwise_takes(const Problem& g, int) { return g.groups == g.c && g.f == g.c; }
+
+}  // namespace shardwise

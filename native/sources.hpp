@@ -1,0 +1,273 @@
+// What the loop nest packs: element (i, k) of a matrix that need not exist.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm.hpp"
+#include "problem.hpp"
+
+namespace shardwise {
+
+template <class T> inline void pad_rows(T* to, i64 count, i64 width, i64 kb) {
+    if (count < width)
+        for (i64 k = 0; k < kb; k++) fill_zero(to + k * width + count, width - count);
+}
+
+template <class T> struct Strided {
+    const T* data;
+    i64 by_i, by_k;
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        const T* from = data + i * by_i + k * by_k;
+        if (by_k == 1) return transpose_block(from, by_i, count, kb, to, width, width);
+        for (i64 p = 0; p < kb; p++) copy_strided(to + p * width, from + p * by_k, count, by_i);
+        pad_rows(to, count, width, kb);
+    }
+    void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
+        segments = 1, length = kb;
+        for (i64 t = 0; t < mb; t++) table[t] = data + (i + t) * by_i + k;
+    }
+};
+
+// Filters of one group: i counts one channel dimension, k the other and the taps.
+template <class T> struct Filters {
+    const T* data;
+    i64 by_i, by_o, by_r, by_s;  // i, the other channel dimension, the taps
+    i64 others, r, s;
+    bool taps_first;             // k = (r, s, other) as channels last has it; else (other, r, s)
+
+    // w[f, c, r, s]: i = f, k over c
+    static Filters forward(const Problem& g, const T* w) {
+        const Strides d = g.filter();
+        return {w, d.image, d.channel, d.row, d.column, g.group_c(), g.r, g.s, g.last != 0};
+    }
+    // i = c, k over f, taps from the last to the first
+    static Filters backward(const Problem& g, const T* w) {
+        const Strides d = g.filter();
+        const T* end = w + (g.r - 1) * d.row + (g.s - 1) * d.column;
+        return {end, d.channel, d.image, -d.row, -d.column, g.group_f(), g.r, g.s, g.last != 0};
+    }
+
+    bool uniform() const {
+        if (r * s == 1) return true;
+        if (taps_first) return by_s == others * by_o && by_r == s * by_s;
+        return by_r == s * by_s && by_o == r * by_r;
+    }
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        if (uniform()) {
+            const i64 by_k = taps_first || r * s == 1 ? by_o : by_s;
+            return Strided<T>{data, by_i, by_k}.pack(i, count, k, kb, width, to);
+        }
+        const T* from = data + i * by_i;
+        for (i64 p = 0; p < kb; p++) {
+            const i64 at = k + p;
+            const i64 tap = taps_first ? at / others : at % (r * s);
+            const i64 other = taps_first ? at % others : at / (r * s);
+            const i64 shift = other * by_o + tap / s * by_r + tap % s * by_s;
+            copy_strided(to + p * width, from + shift, count, by_i);
+        }
+        pad_rows(to, count, width, kb);
+    }
+};
+
+// i = (c, r, s) or (r, s, c), k = f: the filters as DECONVGEMM reads them.
+template <class T> struct FilterColumns {
+    const T* data;
+    Strides d;
+    i64 channels, r, s;
+    bool taps_first;
+
+    FilterColumns(const Problem& g, const T* w)
+        : data(w), d(g.filter()), channels(g.group_c()), r(g.r), s(g.s), taps_first(g.last != 0) {}
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        const bool same = taps_first ? d.channel == 1 : d.column == 1;  // as the filters lie
+        if (same || r * s == 1)
+            return Strided<T>{data, 1, d.image}.pack(i, count, k, kb, width, to);
+        for (i64 t = 0; t < count; t++) {
+            const i64 at = i + t, tap = taps_first ? at / channels : at % (r * s);
+            const i64 channel = taps_first ? at % channels : at / (r * s);
+            const T* from =
+                data + channel * d.channel + tap / s * d.row + tap % s * d.column + k * d.image;
+            for (i64 p = 0; p < kb; p++) to[p * width + t] = from[p * d.image];
+        }
+        pad_rows(to, count, width, kb);
+    }
+};
+
+// Planar images: i = pixel of the batch, k = channel.
+template <class T> struct ImagePixels {
+    const T* data;
+    i64 image, pixels;
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        for (i64 t = 0; t < count;) {
+            const i64 length = std::min(count - t, pixels - (i + t) % pixels);
+            const T* from = data + (i + t) / pixels * image + k * pixels + (i + t) % pixels;
+            for (i64 p = 0; p < kb; p++) copy(to + p * width + t, from + p * pixels, length);
+            t += length;
+        }
+        pad_rows(to, count, width, kb);
+    }
+};
+
+// im2col of planar images: i = output pixel of the batch, k = (c, r, s) (P1, Fig. 6).
+template <class T> struct Patches {
+    const Problem& g;
+    const T* x;  // at the group's first channel
+
+    struct Run {
+        i64 from, to, count;
+    };
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        if (g.pointwise())
+            return ImagePixels<T>{x, g.c * g.h * g.w, g.h * g.w}.pack(i, count, k, kb, width, to);
+        const i64 taps = g.taps(), plane = g.h * g.w;
+        Run runs[max_nv * lanes<T> + 1];
+        for (i64 tap = 0; tap < std::min(taps, kb + taps); tap++) {
+            const i64 first = k > tap ? (k - tap + taps - 1) / taps : 0;
+            if (first * taps + tap >= k + kb) continue;
+            i64 covered = 0;
+            const int num_runs = find_runs(i, count, tap / g.s, tap % g.s, runs, covered);
+            for (i64 c = first; c * taps + tap < k + kb; c++) {
+                T* row = to + (c * taps + tap - k) * width;
+                const T* from = x + c * plane;
+                if (covered < width) fill_zero(row, width);
+                for (int t = 0; t < num_runs; t++)
+                    copy_strided(row + runs[t].to, from + runs[t].from, runs[t].count, g.stride_w);
+            }
+        }
+    }
+
+    // The parts of this panel that one tap finds inside the images.
+    int find_runs(i64 i, i64 count, i64 r, i64 s, Run* runs, i64& covered) const {
+        int num_runs = 0;
+        const i64 shift = s * g.dilation_w - g.pad_w;
+        for (i64 t = 0; t < count;) {
+            const Pixel at = pixel_at(g, i + t);
+            const i64 length = std::min(count - t, g.q - at.column);
+            const i64 row = at.row * g.stride_h - g.pad_h + r * g.dilation_h;
+            const Span ok = inside(at.column, at.column + length, g.stride_w, shift, g.w);
+            if (row >= 0 && row < g.h && ok.begin < ok.end) {
+                const i64 from =
+                    (at.image * g.c * g.h + row) * g.w + ok.begin * g.stride_w + shift;
+                runs[num_runs++] = {from, t + ok.begin - at.column, ok.end - ok.begin};
+                covered += ok.end - ok.begin;
+            }
+            t += length;
+        }
+        return num_runs;
+    }
+
+};
+
+// im2col of channels-last images, never packed: each tap of a pixel is a pointer into x.
+template <class T> struct PatchRows {
+    const Problem& g;
+    const T* x;      // at the group's first channel
+    const T* zeros;  // group_c of them: what padding reads
+
+    // k begins and ends at a tap, or lies inside one.
+    void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
+        const i64 channels = g.group_c(), first = k / channels, c = k % channels;
+        length = std::min(kb, channels), segments = kb / length;
+        for (i64 segment = 0; segment < segments; segment++) {
+            const i64 down = (first + segment) / g.s * g.dilation_h - g.pad_h;
+            const i64 right = (first + segment) % g.s * g.dilation_w - g.pad_w;
+            Pixel at = pixel_at(g, i);
+            for (i64 t = 0; t < mb; t++, next_pixel(g, at)) {
+                const i64 row = at.row * g.stride_h + down;
+                const i64 column = at.column * g.stride_w + right;
+                const bool in = row >= 0 && row < g.h && column >= 0 && column < g.w;
+                table[segment * mb + t] =
+                    in ? x + ((at.image * g.h + row) * g.w + column) * g.c + c : zeros;
+            }
+        }
+    }
+};
+
+// One row of im2col of planar images: taps (c, r, s) at the pixels [k, k + kb) of the batch.
+template <class T> void patch_row(const Problem& g, const T* x, i64 i, i64 k, i64 kb, T* to) {
+    const i64 c = i / g.taps(), r = i % g.taps() / g.s, s = i % g.s;
+    const i64 shift = s * g.dilation_w - g.pad_w;
+    Pixel at = pixel_at(g, k);
+    for (i64 t = 0; t < kb;) {
+        const i64 length = std::min(kb - t, g.q - at.column);
+        const i64 row = at.row * g.stride_h - g.pad_h + r * g.dilation_h;
+        Span ok = inside(at.column, at.column + length, g.stride_w, shift, g.w);
+        if (row < 0 || row >= g.h) ok = {at.column, at.column};
+        const i64 before = ok.begin - at.column, count = ok.end - ok.begin;
+        fill_zero(to + t, before);
+        copy_strided(to + t + before,
+                     x + ((at.image * g.c + c) * g.h + row) * g.w + ok.begin * g.stride_w + shift,
+                     count, g.stride_w);
+        fill_zero(to + t + before + count, length - before - count);
+        t += length;
+        at.column = 0;
+        if (++at.row == g.p) at.row = 0, at.image++;
+    }
+}
+
+// im2col transposed, planar (P1, Fig. 10): rows are copied, not transposed; k = pixels.
+template <class T> struct TapRows {
+    const Problem& g;
+    const T* x;
+    T* buffer;  // mc rows of `stride`
+    i64 stride;
+
+    void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
+        segments = 1, length = kb;
+        for (i64 t = 0; t < mb; t++) {
+            patch_row(g, x, i + t, k, kb, buffer + t * stride);
+            table[t] = buffer + t * stride;
+        }
+    }
+};
+
+// im2col transposed, channels last: i = (r, s, c), k = pixels; vectors of channels are copied.
+template <class T> struct TapColumns {
+    const Problem& g;
+    const T* x;
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        const i64 channels = g.group_c();
+        for (i64 t = 0; t < count;) {
+            const i64 tap = (i + t) / channels, c = (i + t) % channels;
+            const i64 length = std::min(count - t, channels - c);
+            one_tap(tap / g.s, tap % g.s, c, length, k, kb, width, to + t);
+            t += length;
+        }
+        pad_rows(to, count, width, kb);
+    }
+
+    void one_tap(i64 r, i64 s, i64 c, i64 length, i64 k, i64 kb, i64 width, T* to) const {
+        Pixel at = pixel_at(g, k);
+        for (i64 p = 0; p < kb; p++, to += width) {
+            const i64 row = at.row * g.stride_h - g.pad_h + r * g.dilation_h;
+            const i64 column = at.column * g.stride_w - g.pad_w + s * g.dilation_w;
+            if (row >= 0 && row < g.h && column >= 0 && column < g.w)
+                copy(to, x + ((at.image * g.h + row) * g.w + column) * g.c + c, length);
+            else
+                fill_zero(to, length);
+            next_pixel(g, at);
+        }
+    }
+};
+
+// Planar images with pixels as k: i = channel.
+template <class T> struct ImageColumns {
+    const T* data;
+    i64 image, pixels;
+
+    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
+        for (i64 t = 0; t < kb;) {
+            const i64 length = std::min(kb - t, pixels - (k + t) % pixels);
+            const T* from = data + (k + t) / pixels * image + i * pixels + (k + t) % pixels;
+            transpose_block(from, pixels, count, length, to + t * width, width, width);
+            t += length;
+        }
+    }
+};
+
+}  // namespace shardwise

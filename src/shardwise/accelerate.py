@@ -1,0 +1,197 @@
+"""`accelerate`: a copy of a model whose convolutions run on the kernels that are fastest here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise.kernels import tuner
+from shardwise.kernels.norm import FusedBatchNorm2d
+from shardwise.kernels.shape import ConvShape, shape_of
+from shardwise.kernels.tuner import MEMORY_BYTES, Choice, Tuner
+from shardwise.stored import copy_structure
+from shardwise.units import parse_size
+
+
+class TunedConv2d(nn.Conv2d):
+    """A convolution with a kernel for each direction; parameters and state are the original's."""
+
+    choice: Choice
+    relu = False  # apply the ReLU that followed, while the numbers are in the cache
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.choice.stock or input.ndim != 4:
+            y = super().forward(input)
+            return functional.relu(y, inplace=True) if self.relu else y
+        names = (self.choice.fwd, self.choice.dx, self.choice.dw)
+        how = (self.stride, self.padding, self.dilation)
+        return torch.ops.shardwise.conv(
+            input, self.weight, self.bias, *how, self.groups, *names, self.relu
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A convolution as one forward pass met it."""
+
+    name: str
+    shape: ConvShape
+    first: bool  # its input needs no gradient
+
+
+def accelerate(
+    model: nn.Module,
+    x: torch.Tensor,
+    *,
+    memory: str | int | None = None,
+    exact_kernels: bool = False,
+    layout: str = "keep",
+    fuse_norms: bool = False,
+    report: Callable[[Seen], None] | None = None,
+) -> nn.Module:
+    """A tuned copy of a model: the same parameters, the same `state_dict`, faster convolutions.
+
+    A convolution takes the ReLU that follows it in a sequence along. With `fuse_norms`, batch norm
+    runs on a kernel of ours that does so too; whether that is faster is not timed.
+
+    Every kernel is timed on every convolution that x meets, the stock operator too, and the
+    fastest one of each direction is used from then on; times are kept on disk. `memory` limits the
+    workspace of a kernel, `exact_kernels` forbids Winograd's (which round more), `layout="auto"`
+    also tries channels last and converts the inputs if that is faster.
+
+    >>> twin = accelerate(model, torch.randn(64, 3, 32, 32))  # doctest: +SKIP
+    """
+    if layout not in ("keep", "channels_last", "auto"):
+        raise ValueError(f"layout={layout!r} is not one of keep, channels_last, auto")
+    limit = parse_size(memory) if isinstance(memory, str) else memory
+    chooser = Tuner(MEMORY_BYTES if limit is None else limit, exact_kernels)
+
+    def tuned(last: bool) -> nn.Module:
+        twin = _tuned(model, x, last, chooser, report)
+        for module in twin.modules() if fuse_norms else ():
+            if type(module) is nn.BatchNorm2d:
+                module.__class__ = FusedBatchNorm2d
+        _fuse_relus(twin)
+        return twin
+
+    if layout != "auto":
+        return tuned(layout == "channels_last")
+    twins = {str(last): tuned(last) for last in (False, True)}
+    steps = {key: _training_step(twin, x) for key, twin in twins.items()}
+    times = tuner.interleaved(steps)
+    return twins[min(times, key=times.__getitem__)]
+
+
+def _tuned(
+    model: nn.Module,
+    x: torch.Tensor,
+    last: bool,
+    chooser: Tuner,
+    report: Callable[[Seen], None] | None,
+) -> nn.Module:
+    twin = copy_structure(model)
+    if last:
+        twin.register_forward_pre_hook(_channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    seen = convolutions(twin, x)
+    choices: dict[str, Choice] = {}
+    for one in seen:
+        if report is not None:
+            report(one)
+        directions = ("fwd", "dw") if one.first else ("fwd", "dx", "dw")
+        choices[one.name] = chooser.tune(one.shape, directions)
+    for name, choice in choices.items():
+        module = twin.get_submodule(name)
+        module.__class__ = TunedConv2d  # keeps every table of the module as it is
+        module.choice = choice  # type: ignore[assignment]
+    return twin
+
+
+def _fuse_relus(model: nn.Module) -> None:
+    """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
+    uses: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        uses[id(module)] = uses.get(id(module), 0) + 1
+    for sequence in model.modules():
+        if type(sequence) is not nn.Sequential:
+            continue
+        for (_, before), (name, after) in pairwise(sequence._modules.items()):
+            able = isinstance(before, TunedConv2d | FusedBatchNorm2d) and type(after) is nn.ReLU
+            if able and uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after):
+                before.relu = True  # type: ignore[union-attr]
+                sequence._modules[name] = nn.Identity().train(after.training)
+
+
+def _hooked(*modules: nn.Module) -> bool:
+    """Whether someone watches what goes in or out of these modules."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, table) for module in modules for table in tables)
+
+
+def _channels_last(_module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(
+        t.contiguous(memory_format=torch.channels_last)
+        if isinstance(t, torch.Tensor) and t.ndim == 4
+        else t
+        for t in inputs
+    )
+
+
+def convolutions(model: nn.Module, x: torch.Tensor) -> list[Seen]:
+    """The 2-D convolutions that one forward pass runs; the model's state is as before.
+
+    Where a layer runs several times, the last shape counts.
+    """
+    found: dict[str, Seen] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Conv2d, inputs: tuple[torch.Tensor, ...]) -> None:
+            if module.padding_mode != "zeros" or isinstance(module.padding, str):
+                return
+            how = (module.stride, module.padding, module.dilation, module.groups)
+            shape = shape_of(inputs[0], module.weight, *how)  # type: ignore[arg-type]
+            if shape is not None:
+                found[name] = Seen(name, shape, inputs[0].data_ptr() == x.data_ptr())
+
+        return hook
+
+    twin = copy_structure(model)
+    for module in twin.modules():  # running statistics change in a forward pass: those of copies
+        module._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
+        module._forward_pre_hooks = module._forward_pre_hooks.copy()
+    for name, module in twin.named_modules():
+        if type(module) is nn.Conv2d:
+            module.register_forward_pre_hook(record(name))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        twin(x)
+    return list(found.values())
+
+
+def _training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward on copies of nothing: gradients and statistics are put back."""
+
+    def step() -> None:
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            out = model(x)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(_total(out), parameters, allow_unused=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+
+    return step
+
+
+def _total(out: object) -> torch.Tensor:
+    """A number that depends on every output."""
+    if isinstance(out, torch.Tensor):
+        return out.sum()
+    values = out.values() if isinstance(out, dict) else out
+    parts = [_total(part) for part in values if part is not None]  # type: ignore[union-attr]
+    return torch.stack(parts).sum()

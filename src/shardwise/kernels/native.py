@@ -1,0 +1,148 @@
+"""The native library: found, loaded and called through ctypes; absent where nothing was built."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+DIRECTIONS = ("fwd", "dx", "dw")
+DONE, UNSUPPORTED, NO_MEMORY = range(3)
+FOLDER = Path(__file__).parent
+# The widest instructions first; torch names what the CPU has.
+LIBRARIES = {"AVX512": ("avx512", "avx2", "portable"), "AVX2": ("avx2", "portable")}
+
+
+class Problem(ctypes.Structure):
+    """One convolution as the library reads it: x_NCHW, w_FCRS, y_NFPQ."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("n", "c", "h", "w", "f", "r", "s", "p", "q"),
+            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"),
+            *("last", "filter_last", "relu", "threads"),
+        )
+    ]
+
+
+def library_names() -> tuple[str, ...]:
+    """The builds this CPU can run, best first; SHARDWISE_ISA names the only one to use."""
+    forced = os.environ.get("SHARDWISE_ISA")
+    if forced:
+        return (forced,)
+    return LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("portable",))
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library and the numbers of its kernels."""
+
+    lib: ctypes.CDLL
+    numbers: dict[str, int]
+
+    @property
+    def isa(self) -> str:
+        return self.lib.sw_cpu().decode()
+
+    def workspace(self, kernel: str, direction: str, double: bool, problem: Problem) -> int:
+        """Bytes this kernel takes from the arena, or -1 if it does not take the problem."""
+        if kernel not in self.numbers:
+            return -1
+        where = DIRECTIONS.index(direction)
+        return self.lib.sw_workspace(self.numbers[kernel], where, double, ctypes.byref(problem))
+
+    def run(
+        self,
+        kernel: str,
+        direction: str,
+        problem: Problem,
+        tensors: tuple[torch.Tensor | None, ...],
+        out: torch.Tensor,
+        keep: bool = True,
+        columns: torch.Tensor | None = None,
+    ) -> int:
+        """Computes `out` from x, w, y and bias; the status says whether it was possible.
+
+        BASE takes its im2col matrix from `columns`, if given.
+        """
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        return self.lib.sw_run(
+            self.numbers[kernel],
+            DIRECTIONS.index(direction),
+            out.dtype == torch.float64,
+            ctypes.byref(problem),
+            *pointers,
+            out.data_ptr(),
+            None if columns is None else columns.data_ptr(),
+            keep,
+        )
+
+    def im2col(self, problem: Problem, x: torch.Tensor, columns: torch.Tensor) -> None:
+        double = x.dtype == torch.float64
+        self.lib.sw_im2col(double, ctypes.byref(problem), x.data_ptr(), columns.data_ptr())
+
+    def arena_peak_bytes(self) -> int:
+        return self.lib.sw_arena_peak()
+
+    def release_arena(self) -> None:
+        self.lib.sw_arena_release()
+
+
+def load(path: Path) -> Library:
+    lib = ctypes.CDLL(str(path))
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    problem = ctypes.POINTER(Problem)
+    lib.sw_kernel_name.restype = ctypes.c_char_p
+    lib.sw_cpu.restype = ctypes.c_char_p
+    lib.sw_workspace.argtypes = [number, number, number, problem]
+    lib.sw_workspace.restype = long
+    lib.sw_run.argtypes = [number, number, number, problem, *[pointer] * 6, number]
+    lib.sw_im2col.argtypes = [number, problem, pointer, pointer]
+    lib.sw_arena_peak.restype = long
+    lib.sw_use_runtime.argtypes = [pointer] * 3
+    lib.sw_sgemm.argtypes = [long] * 3 + [pointer] * 3 + [number]
+    numbers: dict[str, int] = {}
+    while (name := lib.sw_kernel_name(len(numbers))) is not None:
+        numbers[name.decode()] = len(numbers)
+    _share_threads(lib)
+    return Library(lib, numbers)
+
+
+def _share_threads(lib: ctypes.CDLL) -> None:
+    """Hands over the OpenMP runtime that torch has loaded: a second one would spin beside it.
+
+    Without one (another runtime, SHARDWISE_THREADS=own) the library's own pool, which sleeps.
+    """
+    if os.environ.get("SHARDWISE_THREADS") == "own" or not os.path.exists("/proc/self/maps"):
+        return
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    if len(paths) == 1:
+        gomp = ctypes.CDLL(paths.pop())
+        entries = (gomp.GOMP_parallel, gomp.omp_get_thread_num, gomp.omp_get_num_threads)
+        lib.sw_use_runtime(*(ctypes.cast(entry, ctypes.c_void_p) for entry in entries))
+
+
+@cache
+def library() -> Library | None:
+    """The library, or None, said once, where it was not built or does not load."""
+    paths = [FOLDER / f"libshardwise_{name}.so" for name in library_names()]
+    forced = os.environ.get("SHARDWISE_LIBRARY")
+    for path in [Path(forced)] if forced else paths:
+        if path.exists():
+            try:
+                return load(path)
+            except (OSError, AttributeError) as error:
+                warnings.warn(f"{path.name} does not load ({error})", stacklevel=2)
+    warnings.warn(
+        "shardwise was installed without its native kernels (no C++ compiler): convolutions run "
+        "on PyTorch's own operators",
+        stacklevel=2,
+    )
+    return None

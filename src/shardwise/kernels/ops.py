@@ -1,0 +1,163 @@
+"""Convolutions as operators of torch: autograd, export and compile work on them.
+
+    shardwise.conv(x, w, bias, stride=2, padding=1, fwd="convgemm", dx="deconvgemm", dw="stock")
+
+Each direction has its own kernel. The gradients are operators too, with gradients of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.kernels import run
+from shardwise.kernels.run import KERNELS, STOCK, Settings, kernels_for
+from shardwise.kernels.shape import channels_last, memory_format
+
+_TAIL = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str fwd, str dx, str dw"
+)
+_ops = torch.library.Library("shardwise", "DEF")
+_ops.define(f"conv(Tensor x, Tensor w, Tensor? bias, {_TAIL}, bool relu) -> Tensor")
+_ops.define(f"conv_dx(Tensor dy, Tensor x, Tensor w, {_TAIL}) -> Tensor")
+_ops.define(f"conv_dw(Tensor dy, Tensor x, Tensor w, {_TAIL}) -> Tensor")
+
+FWD, DX, DW = 4, 5, 6  # where the kernels' names are in the tail
+Tail = tuple[Any, ...]
+
+
+def conv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    *,
+    fwd: str = "convgemm",
+    dx: str = "convgemm",
+    dw: str = "convgemm_trans",
+    relu: bool = False,
+) -> torch.Tensor:
+    """A 2-D convolution whose three directions are computed by the kernels that are named.
+
+    A kernel that does not take the shape, the precision or the device gives way to another.
+
+    >>> conv(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3)).item()
+    9.0
+    """
+    for direction, name in (("fwd", fwd), ("dx", dx), ("dw", dw)):
+        if name not in kernels_for(direction):
+            known = ", ".join(kernels_for(direction))
+            raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
+    pairs = (list(_pair(v)) for v in (stride, padding, dilation))
+    return torch.ops.shardwise.conv(x, w, bias, *pairs, groups, fwd, dx, dw, relu)
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _settings(tail: Tail) -> Settings:
+    stride, padding, dilation, groups = tail[:4]
+    return tuple(stride), tuple(padding), tuple(dilation), groups
+
+
+# -- what the operators compute --------------------------------------------------------------------
+
+
+def _conv(x, w, bias, *tail):  # type: ignore[no-untyped-def]
+    return run.forward(x, w, bias, _settings(tail), tail[FWD], relu=tail[7])
+
+
+def _conv_dx(dy, x, w, *tail):  # type: ignore[no-untyped-def]
+    return run.backward_data(dy, x, w, _settings(tail), tail[DX])
+
+
+def _conv_dw(dy, x, w, *tail):  # type: ignore[no-untyped-def]
+    return run.backward_filter(dy, x, w, _settings(tail), tail[DW])
+
+
+for _name, _function in (("conv", _conv), ("conv_dx", _conv_dx), ("conv_dw", _conv_dw)):
+    _ops.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+# -- their shapes, for export and compile ----------------------------------------------------------
+
+
+@torch.library.register_fake("shardwise::conv")
+def _fake_conv(x, w, bias, stride, padding, dilation, groups, *_rest):  # type: ignore[no-untyped-def]
+    sizes = (
+        (size + 2 * pad - dil * (k - 1) - 1) // step + 1
+        for size, k, step, pad, dil in zip(
+            x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
+        )
+    )
+    form = memory_format(channels_last(x, w))
+    return torch.empty(
+        (x.shape[0], w.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=form
+    )
+
+
+@torch.library.register_fake("shardwise::conv_dx")
+def _fake_dx(dy, x, w, *_tail):  # type: ignore[no-untyped-def]
+    form = memory_format(channels_last(x, w))
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=form)
+
+
+@torch.library.register_fake("shardwise::conv_dw")
+def _fake_dw(dy, x, w, *_tail):  # type: ignore[no-untyped-def]
+    return torch.empty_like(w, memory_format=torch.preserve_format)
+
+
+# -- their gradients: a convolution is linear in x and in w ----------------------------------------
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, w, bias, *tail = inputs
+    relu = tail[7]
+    ctx.save_for_backward(x, w, *([output] if relu else []))
+    ctx.tail, ctx.bias = tail[:7], bias is not None
+
+
+def _conv_gradients(ctx, dy):  # type: ignore[no-untyped-def]
+    x, w, *y = ctx.saved_tensors
+    if y:
+        dy = torch.ops.aten.threshold_backward(dy, y[0], 0)
+    ops = torch.ops.shardwise
+    dx = ops.conv_dx(dy, x, w, *ctx.tail) if ctx.needs_input_grad[0] else None
+    dw = ops.conv_dw(dy, x, w, *ctx.tail) if ctx.needs_input_grad[1] else None
+    db = dy.sum((0, 2, 3)) if ctx.bias and ctx.needs_input_grad[2] else None
+    return dx, dw, db, *[None] * 8
+
+
+def _keep_all(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:3])
+    ctx.tail = inputs[3:]
+
+
+def _dx_gradients(ctx, ddx):  # type: ignore[no-untyped-def]
+    """dx is linear in dy and in w; the values of x do not matter."""
+    dy, _, w = ctx.saved_tensors
+    ops = torch.ops.shardwise
+    of_dy = ops.conv(ddx, w, None, *ctx.tail, False) if ctx.needs_input_grad[0] else None
+    of_w = ops.conv_dw(dy, ddx, w, *ctx.tail) if ctx.needs_input_grad[2] else None
+    return of_dy, None, of_w, *[None] * 7
+
+
+def _dw_gradients(ctx, ddw):  # type: ignore[no-untyped-def]
+    """dw is linear in dy and in x; the values of w do not matter."""
+    dy, x, _ = ctx.saved_tensors
+    ops = torch.ops.shardwise
+    of_dy = ops.conv(x, ddw, None, *ctx.tail, False) if ctx.needs_input_grad[0] else None
+    of_x = ops.conv_dx(dy, x, ddw, *ctx.tail) if ctx.needs_input_grad[1] else None
+    return of_dy, of_x, None, *[None] * 7
+
+
+torch.library.register_autograd("shardwise::conv", _conv_gradients, setup_context=_keep)
+torch.library.register_autograd("shardwise::conv_dx", _dx_gradients, setup_context=_keep_all)
+torch.library.register_autograd("shardwise::conv_dw", _dw_gradients, setup_context=_keep_all)
+
+__all__ = ["KERNELS", "STOCK", "conv"]

@@ -1,0 +1,209 @@
+"""Times every kernel on a layer, direction by direction, and remembers (P5's mixed strategy)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.kernels import run
+from shardwise.kernels.native import DIRECTIONS
+from shardwise.kernels.run import STOCK, Settings, kernels_for
+from shardwise.kernels.shape import ConvShape, memory_format, shape_of
+from shardwise.kernels.winners import Times, Winners, fits
+
+MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
+ROUNDS = 3
+HOPELESS = 2.0  # times slower than the best: not timed again
+LARGE = 500_000_000  # operations: worth a trial on a few samples first
+MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of each direction."""
+
+    fwd: str = STOCK
+    dx: str = STOCK
+    dw: str = STOCK
+
+    @property
+    def stock(self) -> bool:
+        return (self.fwd, self.dx, self.dw) == (STOCK, STOCK, STOCK)
+
+
+class Tuner:
+    """Chooses kernels by what was timed on this CPU with this number of threads."""
+
+    def __init__(
+        self,
+        memory_bytes: int | None = MEMORY_BYTES,
+        exact: bool = False,
+        winners: Winners | None = None,
+    ) -> None:
+        self.memory_bytes, self.exact = memory_bytes, exact
+        self.winners = winners or Winners.load(torch.get_num_threads())
+        self._choices: dict[ConvShape, Choice] = {}
+
+    def known(self, shape: ConvShape) -> Choice:
+        """The fastest kernels among those timed; the stock operator where none was."""
+        if shape not in self._choices:
+            self._choices[shape] = Choice(*(self._best(shape, d) for d in DIRECTIONS))
+        return self._choices[shape]
+
+    def _best(self, shape: ConvShape, direction: str) -> str:
+        best = self.winners.best(shape, direction, self.memory_bytes, self.exact)
+        times = self.winners.times(shape, direction)
+        if best is None or times[best] > MARGIN * times.get(STOCK, float("inf")):
+            return STOCK
+        return best
+
+    def candidates(self, shape: ConvShape, direction: str) -> list[str]:
+        """Every kernel that may be chosen, the stock operator first."""
+        threads, limits = self.winners.threads, (self.memory_bytes, self.exact)
+        names = kernels_for(direction)
+        return [name for name in names if fits(name, direction, shape, threads, *limits)]
+
+    def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> Choice:
+        """Times what has not been timed yet on random numbers, then chooses."""
+        missing = {d: self._missing(shape, d) for d in directions}
+        if any(missing.values()):
+            tensors = random_tensors(shape)
+            for direction, names in missing.items():
+                if names:
+                    self._time(shape, direction, names, tensors)
+            self.winners.save()
+            self._choices.pop(shape, None)
+        return self.known(shape)
+
+    def _missing(self, shape: ConvShape, direction: str) -> list[str]:
+        known = self.winners.times(shape, direction)
+        names = [name for name in self.candidates(shape, direction) if name not in known]
+        return [STOCK, *names] if names and STOCK not in names else names
+
+    def _time(
+        self, shape: ConvShape, direction: str, names: list[str], tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Of kernels that are far behind on a few samples, that is the time that is kept."""
+        record = self.winners.seconds.setdefault(shape.key, {}).setdefault(direction, {})
+        x, w, dy = tensors
+        few, how = -(-x.shape[0] // 8), settings(shape)
+        if shape.flops >= LARGE and few < x.shape[0]:
+            sample = (x[:few], w, dy[:few])
+            trial = interleaved({n: call(direction, n, how, *sample) for n in names}, rounds=1)
+            limit = HOPELESS * min(trial.values())
+            record.update({n: t * x.shape[0] / few for n, t in trial.items() if t > limit})
+            names = [name for name in names if trial[name] <= limit]
+        record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
+
+
+def settings(shape: ConvShape) -> Settings:
+    return shape.stride, shape.padding, shape.dilation, shape.groups
+
+
+def random_tensors(shape: ConvShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, w and dy of a shape, in its layout; the numbers of torch's generator are not used up."""
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, shape.dtype)
+    sizes = ((shape.x, shape.last), (shape.w, shape.filter_last), (shape.out, shape.last))
+    x, w, dy = (
+        torch.empty(size, dtype=dtype, memory_format=memory_format(last)).normal_(
+            generator=generator
+        )
+        for size, last in sizes
+    )
+    return x, w, dy
+
+
+def call(
+    direction: str,
+    kernel: str,
+    how: Settings,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dy: torch.Tensor,
+) -> Callable[[], torch.Tensor]:
+    """One direction of one convolution, ready to be timed."""
+    if direction == "fwd":
+        return lambda: run.forward(x, w, None, how, kernel)
+    backward = run.backward_data if direction == "dx" else run.backward_filter
+    return lambda: backward(dy, x, w, how, kernel)
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> Times:
+    """The least seconds of each call: others on the machine only add to it. Calls take turns, since
+    a machine's speed drifts.
+
+    The first round warms up: it also touches memory for the first time. Calls that are then far
+    behind the best are not made again.
+    """
+    times = {name: [seconds(function)] for name, function in calls.items()}
+    for _ in range(rounds):
+        limit = HOPELESS * min(values[-1] for values in times.values())
+        for name, values in times.items():
+            if values[-1] <= limit:
+                values.append(seconds(calls[name]))
+    return {name: min(values) for name, values in times.items()}
+
+
+clock = time.perf_counter  # a benchmark on a busy machine may count the time of its one thread
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = clock()
+    function()
+    return clock() - start
+
+
+# -- convolutions that look their kernels up -------------------------------------------------------
+
+_tuners: dict[int, Tuner] = {}
+_tuning = False
+
+
+@contextmanager
+def tuning() -> Iterator[None]:
+    """Inside, convolutions of shapes that were never timed are timed when they first run."""
+    global _tuning
+    before, _tuning = _tuning, True
+    try:
+        yield
+    finally:
+        _tuning = before
+
+
+def tuner() -> Tuner:
+    """The one of the present number of threads, without limits but the default ones."""
+    threads = torch.get_num_threads()
+    if threads not in _tuners:
+        _tuners[threads] = Tuner()
+    return _tuners[threads]
+
+
+def convolution(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """A convolution by the fastest kernels known for its shape; else the stock operator.
+
+    x, w: any number of spatial dimensions; only two have kernels of ours.
+    """
+    shape = None
+    if x.ndim == 4 and (_tuning or tuner().winners.seconds):
+        pairs = tuple(map(tuple, (stride, padding, dilation)))
+        shape = shape_of(x, w, *pairs, groups)  # type: ignore[arg-type]
+    choice = Choice()
+    if shape is not None:
+        choice = tuner().tune(shape) if _tuning else tuner().known(shape)
+    if choice.stock:
+        zeros = [0] * (x.ndim - 2)
+        return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
+    names = (choice.fwd, choice.dx, choice.dw)
+    return torch.ops.shardwise.conv(x, w, bias, stride, padding, dilation, groups, *names, False)

@@ -1,0 +1,127 @@
+"""`accelerate`: same parameters, same state, same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+import shardwise.cli
+from shardwise.accelerate import TunedConv2d, convolutions
+from shardwise.kernels.tuner import Choice
+
+CHOICES = [
+    Choice("base", "base", "base"),
+    Choice("convgemm", "deconvgemm", "convgemm_trans"),
+    Choice("winograd4", "winograd2", "winograd4"),
+    Choice("direct", "convgemm", "reindex"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, padding="same"),
+        nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=4, bias=False),
+        nn.Dropout(0.5),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+    )
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["keep", "channels_last", "auto"])
+def test_the_copy_shares_parameters_and_computes_the_same(layout: str) -> None:
+    model, x = network().double(), torch.randn(4, 3, 12, 10, dtype=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    fast = shardwise.accelerate(model, x, layout=layout, fuse_norms=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert list(fast.state_dict()) == list(before)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for a, b in zip(model.parameters(), fast.parameters(), strict=True):
+        assert a is b
+    assert type(model[0]) is nn.Conv2d and isinstance(fast[0], TunedConv2d)
+    assert type(model[2]) is nn.ReLU and type(fast[2]) is nn.Identity and fast[1].relu
+    assert type(fast[3]) is nn.Conv2d  # padding by name stays with the stock operator
+    for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_three_steps_of_training_are_the_same_with_any_kernels(choice: Choice) -> None:
+    def trained(own: bool) -> nn.Module:
+        model, x = network(), torch.randn(4, 3, 12, 10, generator=torch.Generator().manual_seed(2))
+        if own:
+            model = shardwise.accelerate(model, x)
+            for module in model.modules():
+                if isinstance(module, TunedConv2d):
+                    module.choice = choice
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            gradients(model, x)
+            torch.manual_seed(3)
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    stock, own = trained(False), trained(True)
+    for (name, a), b in zip(stock.state_dict().items(), own.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_only_convolutions_that_the_kernels_know_are_seen() -> None:
+    seen = convolutions(network(), torch.randn(4, 3, 12, 10))
+    assert [one.name for one in seen] == ["0", "4"]
+    assert [one.first for one in seen] == [True, False]
+
+
+def test_another_batch_size_and_evaluation_work() -> None:
+    model, x = network(), torch.randn(4, 3, 12, 10)
+    fast = shardwise.accelerate(model, x).eval()
+    model.eval()
+    for batch in (0, 1, 7):
+        x = torch.randn(batch, 3, 12, 10)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+
+
+def test_an_unknown_layout_is_named() -> None:
+    with pytest.raises(ValueError, match="layout='fast' is not one of"):
+        shardwise.accelerate(network(), torch.randn(1, 3, 12, 10), layout="fast")
+
+
+def test_the_command_prints_a_row_for_each_direction(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        shardwise.cli.main(["kernels", "digits", "--batch", "2", "--threads", "1"])
+    out, _ = capfd.readouterr()
+    assert not ended.value.code
+    assert "stock" in out and out.count(" dw ") == out.count(" fwd ") >= 2
+
+
+def test_a_parallel_model_uses_the_kernels_that_were_timed() -> None:
+    model, x = network(), torch.randn(4, 3, 12, 10)
+    plan = shardwise.Plan.uniform(shardwise.capture(model, x))
+    parallel = shardwise.parallelize(network(), plan)
+    with shardwise.tuning():
+        torch.testing.assert_close(parallel.eval()(x), model.eval()(x), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,161 @@
+"""The operators of torch on top of the kernels: gradients, shapes, and what falls back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from convolutions import CASES
+from shardwise.kernels import conv, native, run
+from shardwise.kernels.base import KeptColumns
+
+NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def test_gradients_of_first_and_second_order_are_right() -> None:
+    x, w, bias = tensors((2, 4, 7, 6), (6, 2, 3, 3), (6,))
+
+    def function(*inputs: torch.Tensor) -> torch.Tensor:
+        return conv(*inputs, stride=(2, 1), padding=1, groups=2, **NAMES)
+
+    assert torch.autograd.gradcheck(function, (x, w, bias))
+    assert torch.autograd.gradgradcheck(function, (x, w, bias))
+
+
+def test_the_operators_keep_the_rules_of_torch() -> None:
+    x, w, bias = tensors((2, 3, 7, 6), (4, 3, 3, 3), (4,))
+    rest = ([1, 1], [1, 1], [1, 1], 1, *NAMES.values())
+    torch.library.opcheck(torch.ops.shardwise.conv.default, (x, w, bias, *rest, False))
+    dy = torch.randn(2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.shardwise.conv_dx.default, (dy, x, w, *rest))
+    torch.library.opcheck(torch.ops.shardwise.conv_dw.default, (dy, x, w, *rest))
+
+
+def test_a_fused_relu_has_the_gradient_of_a_relu() -> None:
+    x, w, bias = tensors((2, 3, 7, 6), (4, 3, 3, 3), (4,))
+    ours = torch.autograd.grad(conv(x, w, bias, relu=True, **NAMES).sum(), (x, w, bias))
+    stock = torch.nn.functional.conv2d(x, w, bias).relu().sum()
+    for a, b in zip(ours, torch.autograd.grad(stock, (x, w, bias)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("kernel", "direction"), CASES)
+def test_any_kernel_may_be_named_for_any_convolution(
+    kernel: str, direction: str, last: bool
+) -> None:
+    """One that does not take the shape gives way to another; the layout of x is kept."""
+    x, w = tensors((2, 4, 9, 8), (6, 2, 3, 3))
+    x = x.to(memory_format=run.memory_format(last)).detach().requires_grad_()
+    y = conv(x, w, stride=2, dilation=2, groups=2, **{**NAMES, direction: kernel})
+    stock = torch.nn.functional.conv2d(x, w, None, 2, 0, 2, 2)
+    assert y.is_contiguous(memory_format=run.memory_format(last))
+    torch.testing.assert_close(y, stock)
+    dy = torch.randn_like(y)
+    ours = torch.autograd.grad(y, (x, w), dy)
+    for a, b in zip(ours, torch.autograd.grad(stock, (x, w), dy), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (
+            torch.randn(2, 3, 8, 8, dtype=torch.bfloat16),
+            torch.randn(4, 3, 3, 3, dtype=torch.bfloat16),
+        ),
+        (torch.randn(0, 3, 8, 8), torch.randn(4, 3, 3, 3)),
+        (torch.randn(2, 3, 8, 8)[:, :, ::2, 1:], torch.randn(4, 3, 3, 3)),
+        (torch.randn(2, 3, 8, 8).permute(0, 1, 3, 2), torch.randn(3, 4, 3, 3).transpose(0, 1)),
+    ],
+    ids=["bfloat16", "no samples", "slices", "transposed"],
+)
+def test_odd_tensors_give_what_the_stock_operator_gives(x: torch.Tensor, w: torch.Tensor) -> None:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y, stock = conv(x, w, padding=1, **NAMES), torch.nn.functional.conv2d(x, w, None, 1, 1)
+    torch.testing.assert_close(y, stock)
+    ours = torch.autograd.grad(y.sum(), (x, w))
+    for a, b in zip(ours, torch.autograd.grad(stock.sum(), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_base_with_kept_columns_is_a_convolution(last: bool) -> None:
+    if native.library() is None:
+        pytest.skip("no native kernels here")
+    x, w, bias = tensors((2, 4, 7, 6), (6, 4, 3, 3), (6,))
+    x = x.to(memory_format=run.memory_format(last)).detach().requires_grad_()
+    y = KeptColumns.apply(x, w, bias, ((2, 1), (1, 0), (1, 1), 1))
+    stock = torch.nn.functional.conv2d(x, w, bias, (2, 1), (1, 0))
+    torch.testing.assert_close(y, stock)
+    dy = torch.randn_like(stock)
+    ours = torch.autograd.grad(y, (x, w, bias), dy)
+    for a, b in zip(ours, torch.autograd.grad(stock, (x, w, bias), dy), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_the_library_the_stock_operator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "library", lambda: None)
+    x, w = tensors((1, 3, 5, 5), (4, 3, 3, 3))
+    torch.testing.assert_close(conv(x, w), torch.nn.functional.conv2d(x, w))
+
+
+def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_ISA", "none")
+    native.library.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="PyTorch's own operators") as said:
+            assert native.library() is None and native.library() is None
+        assert len(said) == 1
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+
+
+def test_a_workspace_that_cannot_be_had_means_another_kernel() -> None:
+    lib = native.library()
+    if lib is None:
+        pytest.skip("no native kernels here")
+    x, w = tensors((1, 3, 5, 5), (4, 3, 3, 3))
+    asked: list[str] = []
+
+    class Poor:
+        def run(self, kernel: str, *rest: object) -> int:
+            asked.append(kernel)
+            return native.NO_MEMORY if kernel != "convgemm" else lib.run(kernel, *rest)  # type: ignore
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(run, "library", Poor)
+    with patch.context():
+        y = conv(x, w, fwd="base")
+    patch.undo()
+    assert asked == ["base", "direct", "depthwise", "convgemm"]
+    torch.testing.assert_close(y, torch.nn.functional.conv2d(x, w))
+
+
+def test_an_unknown_kernel_is_named() -> None:
+    x, w = tensors((1, 3, 5, 5), (4, 3, 3, 3))
+    with pytest.raises(ValueError, match="fwd='fast' is no kernel; choose from stock"):
+        conv(x, w, fwd="fast")
+
+
+def test_export_and_compile_see_the_operator() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return conv(x, self.w, stride=2, padding=1, **NAMES)
+
+    net, x = Net(), torch.randn(2, 3, 8, 8)
+    exported = torch.export.export(net, (x,))
+    assert "shardwise.conv" in str(exported.graph)
+    torch.testing.assert_close(exported.module()(x), net(x))
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), net(x))
