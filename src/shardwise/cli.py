@@ -22,9 +22,11 @@ from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
 from shardwise.models import parse_options, parse_shape, parse_split
+from shardwise.plan import Plan
 from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
-from shardwise.questions import Question, answer, simulated, trace_data
+from shardwise.questions import Question, answer, examined, simulated, trace_data
+from shardwise.report import contents, write_page, write_report
 from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
 from shardwise.train import Settings, train_digits
 from shardwise.verification import PlanResult, Request, summary, verify_model
@@ -257,6 +259,9 @@ Gradients = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a report: one HTML page, works offline.")
+]
 
 
 @app.command()
@@ -275,6 +280,7 @@ def plan(
         list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    html: Html = None,
     json: AsJson = False,
     num_classes: Classes = None,
     option: Options = None,
@@ -299,6 +305,8 @@ def plan(
         found = answer(request)
     if save is not None:
         found.save(save)
+    if html is not None:
+        write_page(html, contents(found, _title(model, found)))
     console = _console()
     if json:
         print(dumps(as_data(found, explain or [])))
@@ -324,6 +332,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
     ] = None,
+    html: Html = None,
     json: AsJson = False,
     num_classes: Classes = None,
     option: Options = None,
@@ -341,7 +350,12 @@ def simulate(
         options=_model_options(option, num_classes),
     )
     with Console(stderr=True).status(f"simulating {model}"):
-        step = simulated(request)
+        if html is None:
+            step = simulated(request)
+        else:
+            found = examined(request)
+            step = found.findings.trace
+            write_page(html, contents(found, _title(model, found)))
     if trace is not None:
         step.save(trace)
     if json:
@@ -349,6 +363,27 @@ def simulate(
         return
     for line in trace_lines(step):
         print(line)
+
+
+def _title(model: str, plan: Plan) -> str:
+    return f"{model.rpartition('/')[2]} on {plan.world} workers"
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. (default: report.html in the folder)")
+    ] = None,
+) -> None:
+    """Write the report of a training run: one HTML page, works offline.
+
+    Shows the plan over the layer graph with its costs, predicted against measured times, the
+    timeline of a step, curves of the training, memory, and the comparison with other plans.
+    """
+    with Console(stderr=True).status(f"reporting on {run}"):
+        page = write_report(run, out)
+    print(f"written to {page}")
 
 
 @app.command()
