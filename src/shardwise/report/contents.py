@@ -59,14 +59,12 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def split_kind(config: Config, world: int) -> str:
+def split_kind(config: Config) -> str:
     """What is split, in one word; the page has one colour for each.
 
-    >>> split_kind(Config(h=2, w=2), world=4)
+    >>> split_kind(Config(h=2, w=2))
     'spatial'
     """
-    if config.num_workers < world:
-        return "fewer"
     axes = {axis for axis in "ndhwfc" if getattr(config, axis) > 1}
     if not axes:
         return "whole"
@@ -115,7 +113,7 @@ def _layer(layer: Layer, plan: Plan, findings: Findings, row: Row | None) -> dic
         "op": str(layer.attrs.get("called", layer.op)),
         "shape": list(layer.shape),
         "split": str(config),
-        "kind": split_kind(config, plan.world),
+        "kind": split_kind(config),
         "workers": config.num_workers,
         "whole": layer.name in plan.whole,
     }

@@ -14,11 +14,11 @@ from itertools import pairwise
 from shardwise.graph import Layer, LayerGraph
 from shardwise.plan import Plan
 
-WIDTH, HEIGHT = 188.0, 40.0  # of a block, in pixels
+WIDTH, HEIGHT = 200.0, 40.0  # of a block, in pixels
 PITCH = 66.0  # from row to row
 GAP = 18.0  # between neighbours of a row
 LINE = 8.0  # width of the place that a passing edge takes
-SWEEPS = 12
+SWEEPS = 13  # odd: the last one goes down, so that chains hang straight
 
 Item = tuple[int, int]  # a block at its row, or what passes from a block through a row below it
 

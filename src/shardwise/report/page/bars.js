@@ -54,7 +54,7 @@ function drawRivals() {
     .filter(([key]) => rows.every((row) => row[key] > 0 || key === "bytes"));
   const most = Object.fromEntries(columns.map(([key]) => [key, Math.max(...rows.map((row) => row[key]))]));
   find("#rivals table").replaceChildren(
-    make("thead", {}, make("tr", {}, ["plan", "most layers", ...columns.map(([, title]) => title)].map((name) => make("th", { scope: "col" }, name)))),
+    make("thead", {}, make("tr", {}, ["plan", "split of most layers", ...columns.map(([, title]) => title)].map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, rows.map((row) => make("tr", row.chosen ? { class: "chosen" } : {},
       make("td", {}, row.name), make("td", {}, row.split),
       columns.map(([key, , text]) => make("td", {}, make("div", { class: "measure" }, track([["edge", row[key]]], most[key]), make("span", {}, text(row[key])))))))));

@@ -11,7 +11,7 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
   }
-  element.append(...children.flat());
+  element.append(...children.flat(Infinity));
   return element;
 }
 
@@ -23,7 +23,7 @@ function digits(number, count = 3) {
   return String(Number(number.toPrecision(count)));
 }
 function time(seconds) {
-  if (seconds >= 10) return `${digits(seconds)} s`;
+  if (seconds >= 1) return `${digits(seconds)} s`;
   return seconds > 0 && seconds < 1e-4 ? `${digits(1e6 * seconds)} µs` : `${digits(1e3 * seconds)} ms`;
 }
 function size(bytes) {
@@ -58,7 +58,7 @@ function hideTip() { tip.hidden = true; }
 
 function legend(list, entries) {
   list.replaceChildren(...entries.map(([name, colour]) =>
-    make("li", {}, make("i", colour ? { style: `background: ${colour}`, "data-name": name } : { class: "swatch-wait" }), name)));
+    make("li", {}, make("i", colour.startsWith("var") ? { style: `background: ${colour}` } : { class: colour }), name)));
 }
 // A row of coloured parts, each as long as its share of `most`.
 function track(parts, most, name = "") {

@@ -1,6 +1,6 @@
 // Curves of the history: loss, accuracy, samples per second and whatever else was written.
 const CURVES = ["forward", "gradients", "spatial", "f", "c", "copy"];
-const PLOT = { width: 560, height: 240, left: 52, right: 12, top: 10, bottom: 30 };
+const PLOT = { width: 560, height: 240, left: 52, right: 12, top: 10, bottom: 36 };
 
 function drawCharts() {
   find("#training .charts").replaceChildren(...DATA.charts.map(drawChart));
@@ -17,8 +17,8 @@ function drawChart(chart) {
   const picture = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": `${title} over ${chart.x}; last: ${chart.curves.map((curve) => `${curve.name} ${digits(curve.last, 4)}`).join(", ")}` },
     ticks(...range.y, 4).map((y) => [shape("line", { class: "grid", x1: left, x2: width - right, y1: toY(y), y2: toY(y) }),
       shape("text", { x: left - 8, y: toY(y) + 4, "text-anchor": "end" }, digits(y, 4))]),
-    ticks(...range.x, 6).filter(Number.isInteger).map((x) => shape("text", { x: toX(x), y: height - 12, "text-anchor": "middle" }, digits(x, 6))),
-    shape("text", { x: width - right, y: height - 1, "text-anchor": "end" }, chart.x),
+    ticks(...range.x, 6).filter(Number.isInteger).map((x) => shape("text", { x: toX(x), y: height - 20, "text-anchor": "middle" }, digits(x, 6))),
+    shape("text", { x: width - right, y: height - 5, "text-anchor": "end" }, chart.x),
     chart.curves.map((curve, i) => shape("polyline", { class: "curve", style: `--part: var(--${CURVES[i % CURVES.length]})`,
       points: curve.x.map((x, k) => `${toX(x).toFixed(1)},${toY(curve.y[k]).toFixed(1)}`).join(" ") })));
   const marks = shape("g", {});

@@ -1,27 +1,33 @@
 // The plan drawn over the layer graph, and one layer's costs and alternatives.
-const SPLITS = { n: "samples (n)", spatial: "spatial (d h w)", f: "filters (f)", c: "channels (c)", mixed: "mixed", fewer: "fewer workers", whole: "one worker" };
+const SPLITS = { n: "samples (n)", spatial: "spatial (d h w)", f: "filters (f)", c: "channels (c)", mixed: "several axes", whole: "not split" };
 const plan = DATA.plan;
 const cost = (layer) => (layer.compute || 0) + (layer.transfer || 0) + (layer.update || 0);
+const isFewer = (layer) => layer.workers < plan.workers;
 const chosen = { block: -1, layer: -1, scale: 1 };
 
 function drawPlan() {
   const { drawing, layers } = plan;
   const used = new Set(layers.map((layer) => layer.kind));
-  legend(find("#splits"), Object.keys(SPLITS).filter((kind) => used.has(kind)).map((kind) => [SPLITS[kind], `var(--${kind})`]));
+  legend(find("#splits"), Object.keys(SPLITS).filter((kind) => used.has(kind)).map((kind) => [SPLITS[kind], `var(--${kind})`])
+    .concat(layers.some(isFewer) ? [["fewer workers", "few"]] : []));
   const most = Math.max(...drawing.blocks.map(([, , members]) => sum(members.map((i) => cost(layers[i])))));
   const edges = drawing.edges.map((edge) => shape("path", { class: edge.bytes ? "edge moves" : "edge", d: path(edge.points) },
     shape("title", {}, edge.bytes ? `${size(edge.bytes)} move in a step` : "nothing moves")));
   const blocks = drawing.blocks.map((block, i) => drawBlock(block, i, most));
-  const picture = shape("svg", { viewBox: `0 0 ${drawing.width} ${drawing.height}`, role: "group", "aria-label": "Layer graph" }, edges, blocks);
+  const picture = shape("svg", { viewBox: `0 0 ${drawing.width} ${drawing.height}`, role: "group", "aria-label": "Layer graph" }, STRIPES(), edges, blocks);
   find("#graph").replaceChildren(picture);
   const room = find("#graph").clientWidth || drawing.width;
-  resize(Math.min(1, Math.max(0.62, room / drawing.width)));
+  resize(Math.min(1, Math.max(0.8, room / drawing.width)));
+  find("#graph").scrollLeft = (drawing.width * chosen.scale - room) / 2;
   find("#larger").onclick = () => resize(chosen.scale * 1.2);
   find("#smaller").onclick = () => resize(chosen.scale / 1.2);
   find("#graph").addEventListener("keydown", walk);
   const costs = drawing.blocks.map(([, , members]) => sum(members.map((i) => cost(layers[i]))));
   choose(costs.indexOf(most));
 }
+
+const STRIPES = () => shape("defs", {}, shape("pattern", { id: "stripes", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+  shape("rect", { class: "stripe", width: 2.5, height: 7 })));
 
 function resize(scale) {
   chosen.scale = Math.min(3, Math.max(0.2, scale));
@@ -43,7 +49,7 @@ function drawBlock([x, y, members], i, most) {
   const [width, height] = plan.drawing.block;
   const first = plan.layers[members[0]];
   const seconds = sum(members.map((k) => cost(plan.layers[k])));
-  const operators = members.map((k) => plan.layers[k].op).join(" + ");
+  const operators = members.map((k) => plan.layers[k].op).join("+").replaceAll("batch_norm", "norm");
   const isInput = first.op === "input";
   return shape("g", {
     class: `block ${first.kind}${isInput ? " input" : ""}`, transform: `translate(${x - width / 2},${y})`,
@@ -54,16 +60,17 @@ function drawBlock([x, y, members], i, most) {
     onpointerleave: hideTip,
   },
   shape("rect", { class: "box", width, height, rx: 7 }),
+  isFewer(first) ? shape("rect", { width, height, rx: 7, fill: "url(#stripes)" }) : [],
   shape("path", { class: "side", d: `M7,0h-1a7,7 0 0 0 -6,7v${height - 14}a7,7 0 0 0 6,7h1z` }),
-  shape("text", { x: 14, y: 16 }, middle(first.name, 27)),
-  shape("text", { class: "sub", x: 14, y: 30 }, clipped(isInput ? `input, ${first.split}` : `${first.split} · ${operators}`, 30)),
+  shape("text", { x: 14, y: 16 }, ending(first.name, 23)),
+  shape("text", { class: "sub", x: 14, y: 30 }, clipped(isInput ? `input, ${first.split}` : `${first.split} · ${operators}`, 28)),
   isInput ? [] : [
     shape("rect", { class: "rail", x: 14, y: height - 6, width: width - 22, height: 3, rx: 1.5 }),
     shape("rect", { class: "cost", x: 14, y: height - 6, width: most ? (width - 22) * seconds / most : 0, height: 3, rx: 1.5 })]);
 }
 const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 // Long names differ at their ends.
-const middle = (text, most) => (text.length > most ? `${text.slice(0, 8)}…${text.slice(text.length - most + 9)}` : text);
+const ending = (text, most) => (text.length > most ? `…${text.slice(text.length - most + 1)}` : text);
 
 function walk(event) {
   const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
@@ -106,7 +113,7 @@ function showLayer(layer, members, block) {
     ["moved", size(layer.bytes)], ["memory", size(layer.memory)], ["share of cost", percent(cost(layer) / plan.cost)]);
   find("#layer").replaceChildren(
     make("h3", {}, layer.name),
-    make("p", {}, make("span", { class: `badge ${layer.kind}` }, layer.split), ` ${SPLITS[layer.kind]}`, layer.whole ? " — has no strategy" : ""),
+    make("p", {}, make("span", { class: `badge ${layer.kind}` }, layer.split), ` ${SPLITS[layer.kind]}${isFewer(layer) ? ", on fewer workers" : ""}`, layer.whole ? " — has no strategy" : ""),
     ...[chips].flat(),
     make("dl", {}, facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
     ...alternatives(layer));
@@ -115,7 +122,8 @@ function showLayer(layer, members, block) {
 function alternatives(layer) {
   if (!layer.alternatives || !layer.alternatives.length) return [];
   const rows = layer.alternatives.map(([split, ...rest]) => ({ split, seconds: rest.slice(0, 4), chosen: rest[4] }));
-  const most = Math.max(...rows.map((row) => sum(row.seconds)));
+  const totals = rows.map((row) => sum(row.seconds));
+  const most = Math.min(Math.max(...totals), 6 * Math.min(...totals)); // bars of the worst are cut off
   const parts = ["transfer", "compute", "update", "onward"];
   const key = make("ul", { class: "legend" });
   legend(key, parts.map((part) => [part, `var(--${part})`]));

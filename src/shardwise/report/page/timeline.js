@@ -11,7 +11,7 @@ function showStep(i) {
   find("#step-note").textContent = `A ${step.label} step of ${time(step.seconds)}; ${percent(step.overlap)} of the communication is hidden behind computation.`
     + (step.shown < step.world ? ` The first ${step.shown} of ${step.world} ranks are shown.` : "");
   const words = { transfer: "transfer of activations", statistics: "sums of statistics", gradients: "sums of gradients" };
-  legend(find("#kinds"), [...step.kinds.map((kind) => [words[kind] || kind, `var(--${kind}, var(--copy))`]), ["waiting", null]]);
+  legend(find("#kinds"), [...step.kinds.map((kind) => [words[kind] || kind, `var(--${kind}, var(--copy))`]), ["waiting", "waits"]]);
   for (const button of find("#steps").children) button.setAttribute("aria-pressed", String(button.dataset.step === String(i)));
   canvas.setAttribute("aria-label", `Timeline of ${step.shown} ranks over ${time(step.seconds)}`);
   find("#activity").textContent = "";
