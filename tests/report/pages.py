@@ -22,7 +22,8 @@ class Net(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
         self.left = nn.Conv2d(8, 8, 1)
         self.right = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
-        self.head = nn.Sequential(nn.Flatten(), nn.Linear(24 * 64, 16), nn.ReLU(), nn.Linear(16, 10))
+        linear = nn.Linear(24 * 64, 16), nn.ReLU(), nn.Linear(16, 10)
+        self.head = nn.Sequential(nn.Flatten(), *linear)
 
     def forward(self, x):
         x = self.stem(x)
@@ -40,9 +41,7 @@ def examined_plan(folder: Path) -> Plan:
     graph = question.graph(4)
     special = {name: Plan.uniform(graph, 4, **split) for name, split in SPLITS.items()}
     usual = Plan.uniform(graph, 4, n=4)
-    plan = Plan.make(
-        graph, 4, lambda layer: special.get(layer.name, usual).layers[layer.name]
-    )
+    plan = Plan.make(graph, 4, lambda layer: special.get(layer.name, usual).layers[layer.name])
     return examined(question, plan)
 
 

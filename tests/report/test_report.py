@@ -81,9 +81,7 @@ def test_edges_say_what_moves(plan: Plan) -> None:
     drawing = contents(plan, "net")["plan"]["drawing"]
     names = [layer.name for layer in plan.findings.costs.graph.layers]
     first = [names[members[0]] for _, _, members in drawing["blocks"]]
-    moved = {
-        tuple(first[end] for end in edge["ends"]): edge["bytes"] for edge in drawing["edges"]
-    }
+    moved = {tuple(first[end] for end in edge["ends"]): edge["bytes"] for edge in drawing["edges"]}
     assert moved["x", "stem.0"] == 0
     assert moved["stem.0", "left"] > 0
     assert moved["stem.0", "cat"] == 0
@@ -107,7 +105,7 @@ def test_bars_compare_the_same_sums_of_both_traces(plan: Plan) -> None:
 
 def test_activities_belong_to_the_layer_in_their_name() -> None:
     zero, one = np.zeros(2), np.ones(2)
-    names = ("a.1", "a.1>0", "a.1 statistics", "a.1 to all", "a.1 gradient", "a.1>0 unpacked")
+    names = ("a.1", "a.1>0", "a.1 statistics", "a.1 to all", "a.1 gradient", "a.1~ unpacked")
     spans = [Span(name, "transfer", "transfers", zero, one, one) for name in names]
     assert per_layer(Trace(2, spans), ["a.1", "a.10"]) == {"a.1": [0.0, 0.0, 6.0]}
 
@@ -155,7 +153,7 @@ def test_names_are_text_and_never_markup(plan: Plan) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ShardwiseError, match="the report '.*/page.html' cannot be written"):
+    with pytest.raises(ShardwiseError, match=r"the report '.*/page.html' cannot be written"):
         write_page(tmp_path / "no" / "page.html", contents(None, "nothing"))
 
 

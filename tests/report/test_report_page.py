@@ -5,6 +5,7 @@ Pictures of the page are left in build/screens, for people to look at.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,11 +297,12 @@ CONTRAST = """
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (one) => {
-    while (one && getComputedStyle(one).backgroundColor === "rgba(0, 0, 0, 0)") one = one.parentElement;
-    return one ? getComputedStyle(one).backgroundColor : "white";
+    const colour = getComputedStyle(one).backgroundColor;
+    return colour === "rgba(0, 0, 0, 0)" ? behind(one.parentElement) : colour;
   };
   const found = [];
-  for (const one of document.querySelectorAll("h1, h2, p, td, th, dt, dd, a, button, li, .value span, .bar .name")) {
+  const texts = "h1, h2, p, td, th, dt, dd, nav a, button, li, .value span, .bar .name";
+  for (const one of document.querySelectorAll(texts)) {
     if (!one.offsetParent || !one.textContent.trim()) continue;
     const [a, b] = [light(getComputedStyle(one).color), light(behind(one))].sort((x, y) => y - x);
     if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${one.tagName} ${one.textContent.slice(0, 30)}`);
@@ -344,8 +346,6 @@ def test_no_window_is_too_narrow(browser: Browser, page: Path, width: int) -> No
 
 
 def test_it_prints(browser: Browser) -> None:
-    import base64
-
     printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
     assert printed.startswith(b"%PDF") and len(printed) > 20_000
 

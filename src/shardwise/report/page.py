@@ -1,4 +1,4 @@
-"""The report as one HTML file: template, style and scripts of this folder around the data."""
+"""The report as one HTML file: template, style and scripts of `assets` around the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPTS = ("base.js", "plan.js", "bars.js", "timeline.js", "charts.js", "page.js
 
 def render(data: dict[str, Any]) -> str:
     """The page: it loads nothing, so that it works offline and as an attachment."""
-    folder = files("shardwise.report") / "page"
+    folder = files("shardwise.report") / "assets"
 
     def part(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")

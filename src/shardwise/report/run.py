@@ -42,7 +42,9 @@ class RunConfig(BaseModel):
     output: str = Field("full", pattern="^(full|local)$")
 
 
-def write_report(folder: str | Path, out: str | Path | None = None, plan: Plan | None = None) -> Path:
+def write_report(
+    folder: str | Path, out: str | Path | None = None, plan: Plan | None = None
+) -> Path:
     """Writes the report of a run and returns its path; `report.html` in the folder by default.
 
     A plan that has been examined already saves planning time, and need not be in a file.

@@ -14,9 +14,10 @@ RANKS = 16  # drawn; more do not fit a screen, and ranks of one step look alike
 TICKS = 1_000_000  # per step: finer than any screen, and whole numbers keep the page small
 
 # What the names of communications add to the name of the layer that they belong to.
-PURPOSE = re.compile(r"(>\d+)?( gradient)?( statistics| to all)?( packed| unpacked)?$")
+PURPOSE = re.compile(r"(>\d+|~)?( gradient)?( statistics| to all)?( packed| unpacked)?$")
 PARTS = ("forward", "backward", "communication")
-OTHERS = {"gradients": "sums of gradients", "update": "optimizer"}  # of no single layer
+WHOLE = ("gradients", "update")  # kinds of activities that serve many layers at once
+OTHERS = {"gradients": "sums of gradients", "copy": "sums of gradients", "update": "optimizer"}
 
 
 def timeline(trace: Trace, label: str, world: int | None = None) -> dict[str, Any]:
@@ -80,8 +81,10 @@ def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
     known = set(layers)
     found: dict[str, list[float]] = {}
     for span in trace.spans:
-        layer = OTHERS.get(span.kind) or PURPOSE.sub("", span.name)
-        row = found.setdefault(layer if layer in known else OTHERS.get(span.kind, "other"), [0.0] * 3)
+        layer = PURPOSE.sub("", span.name)
+        if span.kind in WHOLE or layer not in known:
+            layer = OTHERS.get(span.kind, "other")
+        row = found.setdefault(layer, [0.0] * len(PARTS))
         row[_part(span)] += _seconds(span)
     return {name: [short(seconds) for seconds in row] for name, row in found.items()}
 

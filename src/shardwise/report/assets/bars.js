@@ -38,9 +38,8 @@ function drawMemory() {
   const { predicted, measured } = DATA.memory;
   const count = Math.max(predicted.length, measured.length);
   const most = Math.max(...predicted, ...measured);
-  const words = { predicted: "Predicted", measured: "Measured" };
   const both = [predicted.length && ["predicted", predicted], measured.length && ["measured", measured]].filter(Boolean);
-  find("#memory .lead").textContent = `${both.map(([name]) => words[name]).join(" (pale) and ").toLowerCase().replace(/^./, (c) => c.toUpperCase())} most bytes that a rank holds at once.`
+  find("#memory .lead").textContent = `The most that a rank holds at once, ${both.map(([name]) => name).join(" (pale) and ")}.`
     + (count > RANKS ? ` The first ${RANKS} of ${count} ranks.` : "");
   find("#memory .bars").replaceChildren(...Array.from({ length: Math.min(count, RANKS) }, (_, rank) => make("div", { class: "bar" },
     make("div", { class: "name" }, `rank ${rank}`),
