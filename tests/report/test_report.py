@@ -107,7 +107,7 @@ def test_activities_belong_to_the_layer_in_their_name() -> None:
     zero, one = np.zeros(2), np.ones(2)
     names = ("a.1", "a.1>0", "a.1 statistics", "a.1 to all", "a.1 gradient", "a.1~ unpacked")
     spans = [Span(name, "transfer", "transfers", zero, one, one) for name in names]
-    assert per_layer(Trace(2, spans), ["a.1", "a.10"]) == {"a.1": [0.0, 0.0, 6.0]}
+    assert per_layer(Trace(2, spans), ["a.1", "a.10"]) == {"a.1": [0.0, 0.0, 0.0, 6.0]}
 
 
 def test_a_timeline_shows_the_first_ranks_in_whole_ticks() -> None:
@@ -227,6 +227,14 @@ def test_a_file_that_is_missing_or_broken_is_named(
     with pytest.raises(ShardwiseError, match=message) as caught:
         write_report(run)
     assert "\n" not in str(caught.value)
+
+
+def test_odd_settings_are_shown_as_they_are(run: Path) -> None:
+    deep = '{"a":' * 500 + "1" + "}" * 500
+    config = f'{{"deep": {deep}, "odd": "\\ud800 <b>", "list": [1, {{"b": null}}], "nan": NaN}}'
+    (run / "config.json").write_text(config)
+    settings = dict(data_of(write_report(run).read_text())["settings"])
+    assert settings["list"] == '[1, {"b": null}]' and settings["odd"].endswith("<b>")
 
 
 # -- the command line ------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_all_layers_are_shown_when_asked_for(browser: Browser) -> None:
     total = browser.run("DATA.bars.layers.length")
     assert browser.run(count) == min(20, total)
     browser.run("while (DATA.bars.layers.length < 25) { DATA.bars.layers.push('more');"
-                "for (const rows of Object.values(DATA.bars.seconds)) rows.push([0, 0, 1e-6]); }"
+                "for (const rows of Object.values(DATA.bars.seconds)) rows.push([0, 0, 0, 1e-6]); }"
                 "drawBars()")  # fmt: skip
     assert browser.run(count) == 20
     browser.click("#all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,11 +53,7 @@ def contents(
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_text, value))
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def split_kind(config: Config) -> str:

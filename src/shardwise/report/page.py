@@ -39,6 +39,6 @@ def _embedded(data: dict[str, Any]) -> str:
 def write_page(path: str | Path, data: dict[str, Any]) -> None:
     """Writes the page to a file."""
     try:
-        Path(path).write_text(render(data), encoding="utf-8")
+        Path(path).write_text(render(data), encoding="utf-8", errors="replace")
     except OSError as error:
         raise ShardwiseError(f"the report {str(path)!r} cannot be written: {error}") from None

@@ -15,7 +15,7 @@ TICKS = 1_000_000  # per step: finer than any screen, and whole numbers keep the
 
 # What the names of communications add to the name of the layer that they belong to.
 PURPOSE = re.compile(r"(>\d+|~)?( gradient)?( statistics| to all)?( packed| unpacked)?$")
-PARTS = ("forward", "backward", "communication")
+PARTS = ("forward", "backward", "copy", "communication")
 WHOLE = ("gradients", "update")  # kinds of activities that serve many layers at once
 OTHERS = {"gradients": "sums of gradients", "copy": "sums of gradients", "update": "optimizer"}
 
@@ -26,7 +26,7 @@ def timeline(trace: Trace, label: str, world: int | None = None) -> dict[str, An
     names = list(dict.fromkeys(span.name for span in trace.spans))
     kinds = list(dict.fromkeys(span.kind for span in trace.spans))
     seconds = trace.seconds
-    scale = TICKS / seconds if seconds else 0.0
+    scale = TICKS / seconds if seconds > 1e-12 else 0.0
     spans = [
         [
             names.index(span.name),
@@ -74,7 +74,7 @@ def short(number: float, digits: int = 4) -> float:
 
 
 def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
-    """Seconds that a rank spends on each layer, mean over ranks: forward, backward, blocked.
+    """Seconds that a rank spends on each layer, mean over ranks: see `PARTS`.
 
     What belongs to no single layer (sums over many, the optimizer) is listed by its kind.
     """
@@ -90,8 +90,10 @@ def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
 
 
 def _part(span: Span) -> int:
-    if span.blocked is not None or span.kind == "copy":
+    if span.blocked is not None:
         return PARTS.index("communication")
+    if span.kind == "copy":
+        return PARTS.index("copy")
     return PARTS.index("backward" if span.kind in ("backward", "update") else "forward")
 
 

@@ -6,7 +6,7 @@ function drawBars() {
   const { parts, layers, seconds } = DATA.bars;
   const measured = seconds.recorded, predicted = seconds.simulated;
   find("#bars-title").textContent = measured && predicted ? "Predicted against measured, layer by layer" : "Time per layer";
-  find("#bars .lead").textContent = "Milliseconds that a rank spends in a step, mean over the ranks; of communication, what it waits."
+  find("#bars .lead").textContent = "Milliseconds that a rank spends in a step, mean over the ranks: computing, copying what is sent or was received, and waiting for communication."
     + (measured && predicted ? " The pale bar is the prediction, the full one the measurement." : measured ? " Measured." : " Predicted.");
   legend(find("#parts"), parts.map((part) => [part, `var(--${part})`]));
   const totals = layers.map((_, i) => Math.max(...Object.values(seconds).map((rows) => sum(rows[i]))));
