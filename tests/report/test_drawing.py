@@ -59,7 +59,9 @@ def test_branches_stand_side_by_side_and_meet_below() -> None:
     assert at["cat"].y > at["right.2"].y > at["right.0"].y > at["stem.0"].y > at["x"].y
 
 
-@pytest.mark.parametrize("name", ["digits", "resnet34", "googlenet"])
+@pytest.mark.parametrize(
+    "name", ["digits", "resnet34", pytest.param("googlenet", marks=pytest.mark.deep)]
+)
 def test_nothing_overlaps_and_every_edge_goes_down_around_the_blocks(name: str) -> None:
     with torch.device("meta"):
         model = zoo.build(name)
