@@ -22,11 +22,10 @@ from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.launch import WorkerError, choose_world
 from shardwise.models import parse_options, parse_shape, parse_split
-from shardwise.plan import Plan
 from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
 from shardwise.questions import Question, answer, examined, simulated, trace_data
-from shardwise.report import contents, write_page, write_report
+from shardwise.report import contents, title_of, write_page, write_report
 from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
 from shardwise.train import Settings, train_digits
 from shardwise.verification import PlanResult, Request, summary, verify_model
@@ -306,7 +305,7 @@ def plan(
     if save is not None:
         found.save(save)
     if html is not None:
-        write_page(html, contents(found, _title(model, found)))
+        write_page(html, contents(found, title_of(model, found)))
     console = _console()
     if json:
         print(dumps(as_data(found, explain or [])))
@@ -355,7 +354,7 @@ def simulate(
         else:
             found = examined(request)
             step = found.findings.trace
-            write_page(html, contents(found, _title(model, found)))
+            write_page(html, contents(found, title_of(model, found)))
     if trace is not None:
         step.save(trace)
     if json:
@@ -363,10 +362,6 @@ def simulate(
         return
     for line in trace_lines(step):
         print(line)
-
-
-def _title(model: str, plan: Plan) -> str:
-    return f"{model.rpartition('/')[2]} on {plan.world} workers"
 
 
 @app.command()

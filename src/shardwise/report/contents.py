@@ -52,6 +52,11 @@ def contents(
     }
 
 
+def title_of(model: str, plan: Plan) -> str:
+    """The heading of a page; of a model in a file, the folders are left out."""
+    return f"{model.rpartition('/')[2]} on {plan.world} workers"
+
+
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

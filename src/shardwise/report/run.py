@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.questions import Question, examined
-from shardwise.report.contents import contents
+from shardwise.report.contents import contents, title_of
 from shardwise.report.history import read_history
 from shardwise.report.page import write_page
 from shardwise.trace import Trace
@@ -61,7 +61,7 @@ def write_report(
         plan = _examined(plan or Plan.load(home / PLAN), config, home)
     history = read_history(home / METRICS) if (home / METRICS).exists() else []
     trace = Trace.load(home / TRACE) if (home / TRACE).exists() else None
-    title = f"{config.model or home.resolve().name} on {plan.world} workers"
+    title = title_of(config.model or home.resolve().name, plan)
     path = Path(out) if out is not None else home / PAGE
     write_page(path, contents(plan, title, trace, history, settings))
     return path
