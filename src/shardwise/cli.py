@@ -25,7 +25,8 @@ from shardwise.launch import WorkerError, choose_world, end_all
 from shardwise.models import parse_options, parse_shape, parse_split
 from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
-from shardwise.questions import Question, answer, simulated, trace_data
+from shardwise.questions import Question, answer, examined, simulated, trace_data
+from shardwise.report import contents, title_of, write_page, write_report
 from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
 from shardwise.train import Settings, train_digits
 from shardwise.verification import PlanResult, Request, summary, verify_model
@@ -258,6 +259,9 @@ Gradients = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a report: one HTML page, works offline.")
+]
 
 
 @app.command()
@@ -276,6 +280,7 @@ def plan(
         list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    html: Html = None,
     json: AsJson = False,
     num_classes: Classes = None,
     option: Options = None,
@@ -300,6 +305,8 @@ def plan(
         found = answer(request)
     if save is not None:
         found.save(save)
+    if html is not None:
+        write_page(html, contents(found, title_of(model, found)))
     console = _console()
     if json:
         print(dumps(as_data(found, explain or [])))
@@ -325,6 +332,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
     ] = None,
+    html: Html = None,
     json: AsJson = False,
     num_classes: Classes = None,
     option: Options = None,
@@ -342,7 +350,12 @@ def simulate(
         options=_model_options(option, num_classes),
     )
     with Console(stderr=True).status(f"simulating {model}"):
-        step = simulated(request)
+        if html is None:
+            step = simulated(request)
+        else:
+            found = examined(request)
+            step = found.findings.trace
+            write_page(html, contents(found, title_of(model, found)))
     if trace is not None:
         step.save(trace)
     if json:
@@ -392,6 +405,23 @@ def kernels(
         print(dumps([row.data() for row in rows]))
     else:
         _console().print(kernel_table(model, rows))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. (default: report.html in the folder)")
+    ] = None,
+) -> None:
+    """Write the report of a training run: one HTML page, works offline.
+
+    Shows the plan over the layer graph with its costs, predicted against measured times, the
+    timeline of a step, curves of the training, memory, and the comparison with other plans.
+    """
+    with Console(stderr=True).status(f"reporting on {run}"):
+        page = write_report(run, out)
+    print(f"written to {page}")
 
 
 @app.command()

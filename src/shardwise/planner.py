@@ -46,6 +46,7 @@ class Prediction:
 
     rows: tuple[Row, ...]
     memory: int  # the most that any rank holds at once
+    held: tuple[int, ...] = ()  # the same for each rank
 
     @cached_property
     def compute(self) -> float:
@@ -105,7 +106,8 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
             )
         )
     rows += [_output_row(plan, costs, name) for name in graph.outputs if name not in graph.inputs]
-    return Prediction(tuple(rows), round(SLACK * float((stored + working).max())))
+    held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
+    return Prediction(tuple(rows), max(held), held)
 
 
 def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:

@@ -83,19 +83,40 @@ def answer(question: Question) -> Plan:
 def simulated(question: Question) -> Trace:
     """One step under the best plan, or under the one that is asked for."""
     costs, engine = question.costs(), parse_engine(question.gradients)
-    graph, world = costs.graph, costs.world
-    if question.split:
-        chosen = Plan.uniform(graph, world, **question.split)
-    elif question.plan == "auto":
-        chosen = Planner(costs).best()
-    elif question.plan == "owt":
-        chosen = Plan.owt(graph, world)
+    return simulate(
+        _chosen(question, costs), costs.graph, costs.cluster, costs.timer, costs.training, engine
+    )
+
+
+def examined(question: Question, chosen: Plan | None = None) -> Plan:
+    """A given plan, or the one that is asked for, with all that is known about it."""
+    costs, engine = question.costs(), parse_engine(question.gradients)
+    if chosen is None:
+        chosen = _chosen(question, costs)
     else:
-        chosen = Plan.load(question.plan)
-        chosen.check(graph)
-        if chosen.world != world:
-            raise ShardwiseError(f"the plan is for {chosen.world} workers, the cluster has {world}")
-    return simulate(chosen, graph, costs.cluster, costs.timer, costs.training, engine)
+        _check(chosen, costs)
+    return examine(costs, engine, chosen=chosen)
+
+
+def _chosen(question: Question, costs: Costs) -> Plan:
+    """The plan that a question names."""
+    if question.split:
+        return Plan.uniform(costs.graph, costs.world, **question.split)
+    if question.plan == "auto":
+        return Planner(costs).best()
+    if question.plan == "owt":
+        return Plan.owt(costs.graph, costs.world)
+    chosen = Plan.load(question.plan)
+    _check(chosen, costs)
+    return chosen
+
+
+def _check(chosen: Plan, costs: Costs) -> None:
+    chosen.check(costs.graph)
+    if chosen.world != costs.world:
+        raise ShardwiseError(
+            f"the plan is for {chosen.world} workers, the cluster has {costs.world}"
+        )
 
 
 def parse_engine(text: str) -> Engine:

@@ -63,7 +63,7 @@ def rivals_table(plan: Plan) -> Table:
     table.add_column("slower", justify="right")
     rows = [("this plan", "", mine, findings.trace.seconds)]
     rows += [
-        (name, _degrees(rival.plan), rival.prediction, rival.step)
+        (name, main_split(rival.plan), rival.prediction, rival.step)
         for name, rival in findings.rivals.items()
     ]
     for name, degrees, prediction, step in rows:
@@ -83,7 +83,7 @@ def rivals_table(plan: Plan) -> Table:
     return table
 
 
-def _degrees(plan: Plan) -> str:
+def main_split(plan: Plan) -> str:
     """The split of most layers."""
     splits = [str(config) for config in plan.layers.values()]
     return max(set(splits), key=splits.count)
@@ -94,7 +94,7 @@ def explain_table(plan: Plan, layer: str) -> Table:
     findings: Findings = plan.findings
     found = findings.explain(layer)
     chosen = usual(findings.costs.graph[layer], plan.layers[layer])
-    shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or _is_pure(a, chosen == a.config)]
+    shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or is_pure(a, chosen == a.config)]
     table = Table(title=escape(f"alternatives for {layer}"), title_justify="left")
     table.add_column("split")
     names = ("workers", "transfer ms", "compute ms", "update ms", "total ms", "onward ms")
@@ -111,7 +111,7 @@ def explain_table(plan: Plan, layer: str) -> Table:
     return table
 
 
-def _is_pure(alternative: Alternative, chosen: bool) -> bool:
+def is_pure(alternative: Alternative, chosen: bool) -> bool:
     """One axis only, close together; or the chosen one."""
     config = alternative.config
     split = [degree for degree in config.degrees if degree > 1]

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from shardwise.errors import ShardwiseError
 
@@ -134,7 +135,7 @@ class Trace:
             for rank in ranks:
                 start, end = float(span.starts[rank]), float(span.ends[rank])
                 if end > start:
-                    yield {
+                    event = {
                         "name": span.name,
                         "cat": span.kind,
                         "ph": "X",
@@ -143,6 +144,9 @@ class Trace:
                         "ts": start * 1e6,
                         "dur": (end - start) * 1e6,
                     }
+                    if span.blocked is not None:
+                        event["args"] = {"blocked": float(span.blocked[rank]) * 1e6}
+                    yield event
 
     def save(self, path: str | Path, ranks: int = 64) -> None:
         """Writes the Perfetto form to a file."""
@@ -151,3 +155,62 @@ class Trace:
         except OSError as error:
             message = f"the trace file {str(path)!r} cannot be written: {error}"
             raise ShardwiseError(message) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Reads what `save` has written; the ranks that were not saved are not known."""
+        try:
+            file = _TraceFile.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            message = f"the trace file {str(path)!r} cannot be read: {error}"
+            raise ShardwiseError(message) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise ShardwiseError(f"trace file {str(path)!r}: {place}: {first['msg']}") from None
+        ranks: list[list[Activity]] = [[] for _ in range(1 + max(e.pid for e in file.traceEvents))]
+        for event in file.traceEvents:
+            if isinstance(event, _Event):
+                ranks[event.pid].append(event.activity())
+        return cls.of_ranks(ranks)
+
+
+_Rank = Annotated[int, Field(ge=0, lt=1 << 16)]
+_Microseconds = Annotated[float, Field(ge=0, le=1e15)]  # more than any clock shows
+
+
+class _Head(BaseModel):
+    """The name of a rank or of one of its lanes."""
+
+    ph: Literal["M"]
+    pid: _Rank
+
+
+class _Arguments(BaseModel):
+    blocked: _Microseconds | None = None
+
+
+class _Event(BaseModel):
+    ph: Literal["X"]
+    name: str
+    cat: str
+    pid: _Rank
+    tid: int = Field(ge=0, lt=len(LANES))
+    ts: _Microseconds
+    dur: _Microseconds
+    args: _Arguments = _Arguments()
+
+    def activity(self) -> Activity:
+        start, end, wait = self.ts / 1e6, (self.ts + self.dur) / 1e6, self.args.blocked
+        return (
+            self.name,
+            self.cat,
+            LANES[self.tid],
+            start,
+            end,
+            None if wait is None else wait / 1e6,
+        )
+
+
+class _TraceFile(BaseModel):
+    traceEvents: list[Annotated[_Head | _Event, Field(discriminator="ph")]] = Field(min_length=1)
