@@ -87,10 +87,14 @@ def _abort_after_errors() -> None:
     sys.excepthook = hook
 
 
+PASSED_ON = 1.0  # seconds: mpirun drops what it has not passed on when a job is aborted
+
+
 def abort(code: int) -> None:
     """Ends all ranks now; what was printed comes out before."""
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(PASSED_ON)
     MPI.COMM_WORLD.Abort(code)
 
 
