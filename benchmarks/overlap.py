@@ -107,7 +107,7 @@ def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
     add("no overlap", samples, Engine("end"))
     for k in KS:
         add(f"k={k}", samples, Engine("chunks", last=k))
-    add("f=2", replicated, Engine("buckets"), delayed=True)
+    add("f=2", replicated, Engine("layer"), delayed=True)
     add("planned", planned, Engine("buckets"), delayed=True)
     alone = build()
     found["bound"] = (alone, stepper(alone, sgd(alone), x[share], y[share]))
