@@ -46,6 +46,7 @@ EXECUTE = {
     "comm",
     "exchange",
     "runtime",
+    "state",
     "stored",
     "parallel",
     "probe",

@@ -8,26 +8,10 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli import main
 from shardwise.verification import PlanResult
 from shardwise.verify import Comparison
 
 Run = tuple[int, str, str]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Runs the command line; returns exit code, standard output and standard error."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        out, err = capfd.readouterr()
-        return ended.value.code or 0, out, err  # type: ignore[return-value]
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ PHASES = {  # what the others wait for, as their message says it
     "forward": "exchange of conv0>0",
     "backward": "gradient",
     "sum": "sum of the gradients of",
-    "checkpoint": "",
+    "checkpoint": "of conv0.",
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardwise import Plan, capture
-from shardwise.cli import main
 from shardwise.cluster import Cluster
 
 Run = tuple[int, str, str]
@@ -26,21 +25,6 @@ def build(width=8):
 SHAPE = (8, 3, 6, 6)
 INPUT = "8x3x6x6"
 RIVALS = ("sample (DDP)", "OWT", "spatial", "uniform x (c)", "uniform y (f)", "uniform w (c x f)")
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Runs the command line; returns exit code, standard output and standard error."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        out, err = capfd.readouterr()
-        return ended.value.code or 0, out, err  # type: ignore[return-value]
-
-    return run
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,28 @@ from torch import nn
 from shardwise import capture
 from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster
+from shardwise.columns import Columns, Layouts
 from shardwise.cost import value_operands
 from shardwise.layout import Layout
 from shardwise.network import Network
 from shardwise.strategies import Split, strategy_of
-from shardwise.traffic import transfer_table
+from shardwise.traffic import Table, Traffic
 from shardwise.transfer import Transfer
+
+
+def transfer_table(
+    sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int, network: Network
+) -> Table:
+    """What it takes to carry a tensor from each source partition to each target cover."""
+    columns = Columns(network.world)
+    held, needed = (
+        Layouts.of(columns, columns.of(np.stack([layout.bounds for layout in layouts])))
+        for layouts in (sources, targets)
+    )
+    needed = needed.inside(sources[0].shape)
+    table = Traffic(network, itemsize).table(held, needed)
+    pick = np.ix_(held.index, needed.index)
+    return Table(table.seconds[pick], table.nbytes[pick])
 
 
 class Block(nn.Module):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.data.digits import NUM_TEST
 from shardwise.errors import ShardwiseError
-from shardwise.train import NUM_TEST, Settings, load_digits, shuffled, train_digits
+from shardwise.train import Settings, load_digits, train_digits
 
 
 def test_the_digits_are_split_without_overlap() -> None:
@@ -16,14 +17,6 @@ def test_the_digits_are_split_without_overlap() -> None:
     assert digits.train_x.min() >= 0 and digits.train_x.max() <= 1
     labels = torch.cat([digits.train_y, digits.test_y])
     assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-
-
-def test_an_epoch_has_every_sample_once_in_its_own_order() -> None:
-    first, second = shuffled(50, seed=1, epoch=1), shuffled(50, seed=1, epoch=2)
-    assert sorted(first.tolist()) == list(range(50))
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, shuffled(50, seed=2, epoch=1))
-    assert torch.equal(first, shuffled(50, seed=1, epoch=1))
 
 
 def test_two_workers_learn_what_one_learns() -> None:

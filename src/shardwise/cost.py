@@ -355,12 +355,6 @@ class Costs:
 
     # -- edges ---------------------------------------------------------------------------------
 
-    def edge(self, source: Layer, target: Layer, operand: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds and bytes between every config of two layers; [source's, target's]."""
-        held, needed, passes = self._ends(source, target, operand)
-        table, pick = self.traffic.table(held, needed), np.ix_(held.index, needed.index)
-        return table.seconds[pick] * passes, table.nbytes[pick] * passes
-
     def least_edge(self, source: Layer, target: Layer, operand: int) -> np.ndarray:
         """Seconds between every config of two layers; on large clusters a lower bound of them."""
         held, needed, passes = self._ends(source, target, operand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -18,17 +18,16 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from shardwise.box import Box
-from shardwise.capture import Captured
 from shardwise.cluster import Cluster
 from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.exchange import memory_format_of, start
-from shardwise.gradients import Choice, GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
-from shardwise.program import Program, Source, compile_program, param_layouts, to_all
+from shardwise.program import Program, Source, to_all
 from shardwise.runtime import Runtime, Tensors
+from shardwise.state import Graphs, ModelGraphs, State
 from shardwise.stored import (
     assign,
     block_of,
@@ -37,7 +36,6 @@ from shardwise.stored import (
     gather_whole,
     named_tensors,
     resolve,
-    weightless,
 )
 from shardwise.trace import Trace
 
@@ -71,30 +69,6 @@ ANOTHER_BATCH = (
     "part with batch="
 )
 
-Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
-
-
-class ModelGraphs:
-    """Captures a model in each mode when it is first needed, without keeping its weights."""
-
-    def __init__(self, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
-        like = next(model.parameters(), torch.empty(0))
-        self._inputs = tuple(
-            torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes
-        )
-        self._model = copy_structure(model)
-        twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
-        for name, tensor in list(named_tensors(self._model)):
-            if id(tensor) not in twins:
-                twins[id(tensor)] = weightless(tensor)
-            assign(self._model, name, twins[id(tensor)])
-        self._captured: dict[bool, Captured] = {}
-
-    def __call__(self, training: bool, batch: int) -> LayerGraph:
-        if training not in self._captured:
-            self._captured[training] = Captured(self._model, self._inputs, training)
-        return self._captured[training].graph(batch)
-
 
 class ParallelModel(nn.Module):
     """A model that holds this rank's blocks of the parameters, under their original names."""
@@ -114,7 +88,7 @@ class ParallelModel(nn.Module):
                 f"the plan is for {plan.world} workers, but {comm.size} are running; start "
                 f"{plan.world}, or make a plan for {comm.size}"
             )
-        self._shardwise = _State(plan, output, comm, graphs, engine)
+        self._shardwise = State(plan, output, comm, graphs, engine)
         self._adopt(model)
         self._split_tensors()
         self.train(model.training)
@@ -277,9 +251,9 @@ class ParallelModel(nn.Module):
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
         """The gradient of an input that is whole on every rank is the sum of all parts."""
         if gradient is not None and tuple(gradient.shape) == program.layouts[name].shape:
-            self._shardwise.comm.all_reduce(
-                tuple(range(self._shardwise.comm.size)), gradient
-            ).wait()
+            comm = self._shardwise.comm
+            everybody = tuple(range(comm.size))
+            comm.all_reduce(everybody, gradient, About(f"{name} gradient")).wait()
         return gradient
 
     def _trainable(self) -> frozenset[str]:
@@ -372,7 +346,7 @@ class ParallelModel(nn.Module):
                 if name in state.layouts:
                     blocks[name] = tensor
                     if id(tensor) not in whole:
-                        full = gather_whole(tensor.detach(), state.layouts[name], state.comm)
+                        full = gather_whole(name, tensor.detach(), state.layouts[name], state.comm)
                         whole[id(tensor)] = (
                             nn.Parameter(full, tensor.requires_grad)
                             if isinstance(tensor, nn.Parameter)
@@ -396,7 +370,7 @@ class ParallelModel(nn.Module):
             if id(tensor) not in whole:
                 value = tensor.detach()
                 if layout is not None:
-                    value = gather_whole(value, layout, state.comm, ranks)
+                    value = gather_whole(name, value, layout, state.comm, ranks)
                 whole[id(tensor)] = value
             found[name] = whole[id(tensor)]
         return found
@@ -413,7 +387,7 @@ class ParallelModel(nn.Module):
             block = param.grad if param.grad is not None else torch.zeros_like(param)
             layout = state.layouts.get(name)
             if layout is not None:
-                block = gather_whole(block, layout, state.comm, ranks)
+                block = gather_whole(f"{name} gradient", block, layout, state.comm, ranks)
             gradients[name] = block
         return gradients
 
@@ -439,7 +413,8 @@ class ParallelModel(nn.Module):
             if param.grad is not None and owns and id(param) not in seen and param.numel():
                 seen.add(id(param))
                 total += param.grad.double().norm(norm_type).cpu() ** norm_type
-        state.comm.all_reduce(tuple(range(state.comm.size)), total).wait()
+        everybody = tuple(range(state.comm.size))
+        state.comm.all_reduce(everybody, total, About("the norm of all gradients")).wait()
         norm = total ** (1.0 / norm_type)
         scale = min(1.0, max_norm / (float(norm) + 1e-6))
         for param in self.parameters():
@@ -467,60 +442,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
-
-
-class _State:
-    """What a parallel model knows beyond its modules: graphs, programs and layouts."""
-
-    def __init__(
-        self, plan: Plan, output: str, comm: Communicator, graphs: Graphs, engine: Engine
-    ) -> None:
-        if output not in ("full", "local"):
-            raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
-        self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
-        self.lane = comm.in_lane("gradients")
-        self._sums: dict[tuple[int, Engine], GradientSums] = {}  # by program
-        self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
-        self.late = Late()  # gradients that wait for an optimizer that delays updates
-        self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
-        self.modules: dict[str, nn.Module] = {}
-        self._programs: dict[Any, Program] = {}
-        self.ready: dict[int, Program] = {}  # programs whose process groups are made
-        graph = graphs(True, plan.inputs[0][0])
-        self.agree(plan.to_json(), "was started with another plan than rank 0")
-        self.agree(graph.signature, "was started with another model than rank 0")
-        plan.check(graph)
-        layers = sum(1 for layer in graph.layers if layer.params)
-        self.choice = Choice(engine.choices(layers), comm)
-        self.layouts = param_layouts(graph, plan)
-
-    def gradient_sums(self, program: Program, params: Tensors) -> GradientSums:
-        """The engine of this program; new buffers where parameters have changed their kind."""
-        engine = self.choice.engine
-        known = self._sums.get((id(program), engine))
-        if known is None or not known.fits(params):
-            if self.choice.decided:
-                self._sums = {key: own for key, own in self._sums.items() if key[1] == engine}
-            known = GradientSums.of(program, params, engine, self.lane)
-            self._sums[id(program), engine] = known
-        return known
-
-    def agree(self, value: str, otherwise: str) -> None:
-        """Raises on every rank where some rank's value differs from rank 0's."""
-        first, *others = self.comm.gather_objects(value)
-        for rank, other in enumerate(others, start=1):
-            if other != first:
-                raise ShardwiseError(f"rank {rank} {otherwise}")
-
-    def program(
-        self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
-    ) -> Program:
-        key = (graph.training, graph.batch, trainable, whole, gradient)
-        if key not in self._programs:
-            program = compile_program(graph, self.plan, self.comm.rank, trainable, whole, gradient)
-            program.params.update(self.layouts)  # blocks stay where the training graph put them
-            self._programs[key] = program
-        return self._programs[key]
 
 
 class _Run(torch.autograd.Function):

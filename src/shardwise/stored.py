@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.box import Box
-from shardwise.comm import Communicator
+from shardwise.comm import About, Communicator
 from shardwise.exchange import carry
 from shardwise.layout import Layout
 from shardwise.transfer import Transfer
@@ -93,7 +93,11 @@ def block_of(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tens
 
 
 def gather_whole(
-    block: torch.Tensor, layout: Layout, comm: Communicator, ranks: tuple[int, ...] | None = None
+    name: str,
+    block: torch.Tensor,
+    layout: Layout,
+    comm: Communicator,
+    ranks: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The whole tensor from the ranks that hold its blocks; on all ranks, or on those given."""
     if block.ndim == 0:
@@ -104,5 +108,5 @@ def gather_whole(
     wanted = range(comm.size) if ranks is None else ranks
     transfer = Transfer(owners, Layout.on(layout.shape, layout.world, wanted))
     comm.prepare(transfer.groups)
-    whole = carry(transfer, part, comm)
+    whole = carry(transfer, part, comm, About(name))
     return whole.clone() if whole is part else whole

@@ -7,14 +7,13 @@ layouts costs little more than its pairs of columns, and nothing of size world x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardwise.columns import Columns, Layouts
-from shardwise.layout import Layout
 from shardwise.network import Level, Network, Ports, some_units
 
 MANY = 16  # ports of a level up to which `Traffic.least_seconds` looks at all of them
@@ -29,21 +28,6 @@ class Table:
 
     seconds: np.ndarray  # [sources, targets]
     nbytes: np.ndarray
-
-
-def transfer_table(
-    sources: Sequence[Layout], targets: Sequence[Layout], itemsize: int, network: Network
-) -> Table:
-    """What it takes to carry a tensor from each source partition to each target cover."""
-    columns = Columns(network.world)
-    held, needed = (
-        Layouts.of(columns, columns.of(np.stack([layout.bounds for layout in layouts])))
-        for layouts in (sources, targets)
-    )
-    needed = needed.inside(sources[0].shape)
-    table = Traffic(network, itemsize).table(held, needed)
-    pick = np.ix_(held.index, needed.index)
-    return Table(table.seconds[pick], table.nbytes[pick])
 
 
 class Traffic:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 
-from shardwise import zoo
+from shardwise import data, zoo
 from shardwise.errors import ShardwiseError
 from shardwise.launch import choose_world, init_from_environment, run_local, under_launcher
-from shardwise.parallel import ModelGraphs, ParallelModel, parallelize
+from shardwise.parallel import ParallelModel, parallelize
 from shardwise.plan import Plan
-
-NUM_TEST = 360  # of 1797 samples
+from shardwise.state import ModelGraphs
 
 
 @dataclass(frozen=True)
@@ -88,25 +88,15 @@ def train_digits(settings: Settings) -> list[Epoch]:
 
 def load_digits() -> Digits:
     """scikit-learn's 1797 digits, always split in the same way."""
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise ShardwiseError(
-            "the digits come with scikit-learn, which is not installed: "
-            "pip install 'shardwise[train]'"
-        ) from None
-    images, labels = datasets.load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    y = torch.tensor(labels, dtype=torch.int64)
-    order = shuffled(len(x), seed=0, epoch=0)
-    test, train = order[:NUM_TEST], order[NUM_TEST:]
-    return Digits(x[train], y[train], x[test], y[test])
+    return Digits(*_tensors(data.digits("train")), *_tensors(data.digits("test")))
 
 
-def shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch's samples, the same for any number of workers."""
-    generator = torch.Generator().manual_seed((seed << 20) + epoch)
-    return torch.randperm(num_samples, generator=generator)
+def _tensors(source: data.Source) -> tuple[torch.Tensor, torch.Tensor]:
+    """All samples of a small source, and their labels."""
+    numbers = range(len(source))
+    images = np.stack([source.read(number) for number in numbers])
+    x = torch.from_numpy(images).float() * source.scale
+    return x, torch.tensor([source.label(number) for number in numbers])
 
 
 # -- on every rank ---------------------------------------------------------------------------------
@@ -124,7 +114,7 @@ def _train(settings: Settings, device: torch.device | str = "cpu") -> list[Epoch
     with _progress() as progress:
         progress.console.print(_headline(settings), soft_wrap=True)
         for number in range(1, settings.epochs + 1):
-            order = shuffled(len(digits.train_x), settings.seed, number)
+            order = torch.from_numpy(data.shuffled(len(digits.train_x), settings.seed, number))
             batches = order.split(settings.batch)
             task = progress.add_task(f"epoch {number}", total=len(batches))
             start = time.perf_counter()

@@ -31,12 +31,10 @@ class Recording(Communicator):
         if peer != self.rank:
             self.sent.append(Sent("message", (peer,), tensor.numel() * tensor.element_size()))
 
-    def exchange(
-        self, sends: Messages, receives: Messages, about: About = ANYTHING, action: str = "exchange"
-    ) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:
         for peer, tensor in sends:
             self._note(peer, tensor)
-        return super().exchange(sends, receives, about, action)
+        return super().exchange(sends, receives, about)
 
     def all_gather(
         self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
