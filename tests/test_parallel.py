@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from exactness import seeded, seeded_input
+from exactness import assert_exact, seeded, seeded_input
 from pool import shared_pool
 from shardwise import Config, Plan, PlanError, ShardwiseError, capture, parallelize
 from shardwise.box import Box
@@ -276,3 +276,19 @@ def test_wrong_input_and_wrong_world_are_named() -> None:
         model(seeded_input((4, 3, 9, 7)))
     with pytest.raises(ShardwiseError, match="takes 1 input tensors, and got 2"):
         model(x, x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(6, n) for n in (6, 6, 3))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).relu()).relu())
+
+
+def test_tied_parameters_train_as_one_and_keep_all_their_names() -> None:
+    model, x = seeded(Tied()), seeded_input((4, 6))
+    graph = capture(model, x)
+    assert_exact(model, x, [Plan.random(graph, 4, seed) for seed in range(4)], graph, 3)

@@ -51,12 +51,13 @@ class Captured:
         self._nodes = list(program.graph.nodes)
         signature = program.graph_signature
         self._names: dict[str, tuple[str, str]] = {}
+        first = _first_names(model)  # torch.export calls tied ones by their last
         for kind, mapping in (
             ("param", signature.inputs_to_parameters),
             ("buffer", signature.inputs_to_buffers),
             ("constant", signature.inputs_to_lifted_tensor_constants),
         ):
-            self._names |= {node: (kind, name) for node, name in mapping.items()}
+            self._names |= {node: (kind, first.get(n, n)) for node, n in mapping.items()}
         self.constants = {
             name: program.constants[name]
             for kind, name in self._names.values()
@@ -87,6 +88,16 @@ class Captured:
         if batch not in self._graphs:
             self._graphs[batch] = _Builder(self, batch).build()
         return self._graphs[batch]
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer: that of tied ones in named_parameters()."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 @contextmanager

@@ -118,7 +118,11 @@ class ParallelModel(nn.Module):
         unique = {id(tensor): tensor for _, tensor in named}
         full = dict(zip(unique, from_root(list(unique.values()), state.comm), strict=True))
         blocks: dict[int, torch.Tensor] = {}
+        first: dict[int, str] = {}  # names of tied tensors, by which layers know them
         for name, tensor in named:
+            known = first.setdefault(id(tensor), name)
+            if known in state.layouts:
+                state.layouts[name] = state.layouts[known]
             if id(tensor) not in blocks:
                 block = block_of(full.pop(id(tensor)), state.layouts.get(name), state.comm.rank)
                 if isinstance(tensor, nn.Parameter):

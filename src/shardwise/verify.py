@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Communicator
 from shardwise.parallel import Graphs, ParallelModel, parallelize
 from shardwise.plan import Plan
+from shardwise.stored import named_tensors
 
 TOLERANCE = 1e-9  # relative, in float64
 
@@ -105,7 +106,7 @@ def _train(
         yield "loss", {f"step {step + 1}": loss.detach()}
         optimizer.step()
     state = model.full_tensors((0,)) if isinstance(model, ParallelModel) else _state(model)
-    weights = {name for name, _ in model.named_parameters()}
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield "statistics", {name: tensor for name, tensor in state.items() if name not in weights}
     yield "weight", {name: tensor for name, tensor in state.items() if name in weights}
 
@@ -130,8 +131,7 @@ def _gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Tensors:
 
 
 def _state(model: nn.Module) -> Tensors:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named}
+    return {name: tensor.detach() for name, tensor in named_tensors(model)}
 
 
 def _errors(kind: str, found: Tensors, expected: Tensors) -> list[Comparison]:
