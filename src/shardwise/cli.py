@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwise import __version__, data
+from shardwise.checkpoint import export as export_state
 from shardwise.comm import LostPeer
 from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
@@ -422,6 +423,16 @@ def report(
     with Console(stderr=True).status(f"reporting on {run}"):
         page = write_report(run, out)
     print(f"written to {page}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[Path, typer.Argument(help="The file to write: .pt or .safetensors.")],
+    step: Annotated[int | None, typer.Option(help="Which step. (default: the last)")] = None,
+) -> None:
+    """Write a checkpoint of a run as a plain state_dict, for the original nn.Module."""
+    print(f"written to {export_state(run, out, step)}")
 
 
 @app.command()

@@ -33,6 +33,11 @@ def optimizer(
     return made
 
 
+def kind_of(stepper: Optimizer) -> type[Optimizer]:
+    """The kind of an optimizer, whether or not it delays updates."""
+    return next(kind for kind in type(stepper).__mro__ if not issubclass(kind, _Delayed))
+
+
 class _Delayed(Optimizer):
     """Puts off the update of parameters whose gradient is still on its way."""
 

@@ -356,6 +356,17 @@ class Communicator:
             return self.group
         return _groups[self.lane, tuple(self._global[rank] for rank in ranks)]
 
+    def group_of_lane(self, lane: str) -> Any:
+        """A process group of all these ranks that moves the host's memory; all ranks call it."""
+        if self.size == 1:
+            return None
+        if (lane, self._global) not in _groups:
+            timeout = timedelta(seconds=self.timeout) if self.timeout else None
+            backend = None if self._backend in HOST_ONLY else "gloo"
+            group = dist.new_group(list(self._global), timeout=timeout, backend=backend)
+            _groups[lane, self._global] = group
+        return _groups[lane, self._global]
+
     def in_lane(self, lane: str) -> Communicator:
         """The same ranks, over process groups of their own."""
         twin = copy(self)

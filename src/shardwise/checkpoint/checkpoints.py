@@ -1,0 +1,152 @@
+"""`Checkpoints`: saved in the background while training goes on, loaded under any plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.folder import StepFolders
+from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
+from shardwise.checkpoint.restoring import Restoring
+from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.storage import Reader, Writer
+from shardwise.comm import About, Communicator, LostPeer
+from shardwise.comm.communicator import complaint
+from shardwise.errors import ShardwiseError
+from shardwise.parallel import ParallelModel
+
+# One worker without a process group is nothing to warn about.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+# One thread for all checkpoints of this process: all ranks save in the same order.
+_background = ThreadPoolExecutor(1, "checkpoint")
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """The checkpoints of a run: a folder with one subfolder per step that was saved.
+
+    All ranks make it, and call every method, together. `save` returns as soon as this rank's
+    blocks are copied; what goes wrong afterwards is raised by the next `save` or by `wait`.
+
+    >>> checkpoints = Checkpoints("run/checkpoints", keep=3)
+    >>> checkpoints.save(100, model, optimizer, {"epoch": 2})
+    >>> checkpoints.wait()
+    >>> checkpoints.load(model, optimizer)
+    {'epoch': 2}
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3, comm: Communicator | None = None) -> None:
+        if keep < 1:
+            raise ShardwiseError(f"keep={keep}: at least the last checkpoint must be kept")
+        self.folders, self.keep, self.comm = StepFolders(Path(folder)), keep, comm or Communicator()
+        self._group = self.comm.group_of_lane("checkpoint")
+        self._saving: Future[None] | None = None
+        if self.comm.rank == 0:
+            self.folders.tidy()
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, model: ParallelModel, optimizer: Optimizer, progress: Mapping[str, Any]
+    ) -> None:
+        """Copies this rank's blocks and writes them in the background; a save under way first ends.
+
+        `progress` is JSON data that `load` returns.
+        """
+        self.wait()
+        model.flush()
+        taken: Snapshot | ShardwiseError
+        try:
+            taken = Snapshot.take(step, model, optimizer, progress)
+        except ShardwiseError as error:
+            taken = error  # raised on all ranks, since the others may have found nothing wrong
+        self._saving = _background.submit(self._write, step, taken)
+
+    def _write(self, step: int, taken: Snapshot | ShardwiseError) -> None:
+        writer = Writer(self.folders, self.keep, taken)
+        pieces = taken.pieces if isinstance(taken, Snapshot) else {}
+        try:
+            self._together(
+                f"the checkpoint of step {step}",
+                dcp.save,
+                pieces,
+                storage_writer=writer,
+                planner=SavePlanner(),
+            )
+        except BaseException:
+            writer.give_up()
+            raise
+
+    def wait(self) -> None:
+        """Returns when the save under way is complete; raises what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        self.wait()
+        return max(self._agree(self.folders.complete), default=None)
+
+    def load(
+        self, model: ParallelModel, optimizer: Optimizer | None, step: int | None = None
+    ) -> dict[str, Any]:
+        """Restores the newest checkpoint, or that of a step; returns the progress saved with it.
+
+        Nothing is changed where anything is wrong with it. Without an optimizer, only the model
+        is restored.
+        """
+        self.wait()
+        folder = self.folders.of_step(step, self._agree(self.folders.complete))
+        model.flush()
+        restored = self._agree(lambda: Restoring.begin(folder, model, optimizer), alike=False)
+        reader = Reader(folder, restored.document)
+        _background.submit(
+            self._together,
+            f"{folder}",
+            dcp.load,
+            restored.pieces,
+            storage_reader=reader,
+            planner=LoadPlanner(),
+        ).result()
+        restored.finish()
+        return restored.document.progress
+
+    # -- all ranks together --------------------------------------------------------------------
+
+    def _together(self, what: str, action: Callable[..., Any], pieces: Pieces, **how: Any) -> None:
+        """Saves or loads on all ranks; what one of them finds wrong is raised on all."""
+        try:
+            action(pieces, process_group=self._group, no_dist=self.comm.size == 1, **how)
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            if isinstance(cause, ShardwiseError):
+                raise ShardwiseError(str(cause)) from None
+            raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
+        except RuntimeError as error:
+            peers = range(self.comm.size)
+            raise LostPeer(complaint(self.comm, "exchange", peers, About(what), error)) from None
+
+    def _agree(self, find: Callable[[], T], alike: bool = True) -> T:
+        """What rank 0 finds, or with alike=False each rank itself; one's error is raised on all."""
+        found, wrong = None, None
+        if self.comm.rank == 0 or not alike:
+            try:
+                found = find()
+            except ShardwiseError as error:
+                wrong = str(error)
+        told = self.comm.gather_objects((found if alike else None, wrong))
+        for _, error in told:
+            if error is not None:
+                raise ShardwiseError(error)
+        return told[0][0] if alike else found  # type: ignore[return-value]

@@ -1,0 +1,82 @@
+"""`export`: a checkpoint as a plain state_dict, for the original nn.Module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardwise.box import Box
+from shardwise.checkpoint.document import DTYPES, NAME, Document
+from shardwise.checkpoint.folder import StepFolders
+from shardwise.checkpoint.pieces import LoadPlanner, Piece
+from shardwise.checkpoint.storage import Reader
+from shardwise.errors import ShardwiseError
+
+SUBFOLDER = "checkpoints"
+Tensors = dict[str, torch.Tensor]
+
+
+def export(run: str | Path, out: str | Path, step: int | None = None) -> Path:
+    """Writes the newest checkpoint of a run, or that of a step, as a plain state_dict.
+
+    The file is .pt, for `torch.load(out, weights_only=True)`, or .safetensors.
+
+    >>> export("run", "model.pt")
+    """
+    out = Path(out)
+    if out.suffix not in KINDS:
+        raise ShardwiseError(f"{out} must end in {' or '.join(KINDS)}")
+    folders = StepFolders(Path(run) / SUBFOLDER)
+    state = read_state(folders.of_step(step, folders.complete()))
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        KINDS[out.suffix](state, temporary)
+        os.replace(temporary, out)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ShardwiseError(f"{out} cannot be written: {reason}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def read_state(folder: Path) -> Tensors:
+    """The whole tensors of a checkpoint by their names; tied ones are one tensor."""
+    document = Document.load(folder / NAME)
+    pieces = {}
+    for key in document.names.values():
+        stored = document.tensors[key]
+        box, dtype = Box.whole(tuple(stored.shape)), DTYPES[stored.dtype]
+        pieces[key] = Piece(box.shape, box, torch.empty(box.shape, dtype=dtype))
+    reader = Reader(folder, document)
+    try:
+        dcp.load(pieces, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from None
+    return {name: pieces[key].block for name, key in document.names.items()}
+
+
+def _save_torch(state: Tensors, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _save_safetensors(state: Tensors, path: Path) -> None:
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in state.items():  # the format has no tied tensors
+        apart[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    save_file(apart, path)
+
+
+KINDS: dict[str, Callable[[Tensors, Path], None]] = {
+    ".pt": _save_torch,
+    ".safetensors": _save_safetensors,
+}

@@ -1,0 +1,80 @@
+"""A snapshot: copies of what one rank writes into a checkpoint, taken between two steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.box import Box
+from shardwise.checkpoint.contents import held_tensors, host_copy
+from shardwise.checkpoint.document import Document, Group, OptimizerState, Stored, Values
+from shardwise.checkpoint.optimizing import Optimizing
+from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.errors import ShardwiseError
+from shardwise.parallel import ParallelModel
+
+RANDOM = "random/"  # and a device: the state of its random generator, the same on all ranks
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of this rank's pieces, and what else there is to say about the model."""
+
+    step: int
+    progress: dict[str, Any]
+    names: dict[str, str]
+    kind: str
+    groups: list[Group]
+    values: Values
+    pieces: Pieces
+
+    @classmethod
+    def take(
+        cls, step: int, model: ParallelModel, optimizer: Optimizer, progress: Mapping[str, Any]
+    ) -> Snapshot:
+        if step < 0:
+            raise ShardwiseError(f"step={step} of a checkpoint must not be negative")
+        held = held_tensors(model)
+        copies = {tensor.key: tensor.copied(tensor.tensor, n) for n, tensor in enumerate(held)}
+        pieces = {key: piece for key, piece in copies.items() if piece is not None}
+        optimizing = Optimizing(optimizer, held)
+        groups, own, values = optimizing.snapshot()
+        pieces |= own
+        if model._shardwise.comm.rank == 0:
+            for device, state in random_states(model).items():
+                box = Box.whole(tuple(state.shape))
+                pieces[RANDOM + device] = Piece(box.shape, box, host_copy(state))
+        names = {name: tensor.key for tensor in held for name in tensor.names}
+        kind = optimizing.kind
+        return cls(step, _plain(progress), names, kind, groups, values, pieces)
+
+    def document(self, values: Values, tensors: dict[str, Stored]) -> Document:
+        """Describes the whole checkpoint: the numbers of all ranks, and where tensors lie."""
+        optimizer = OptimizerState(kind=self.kind, groups=self.groups, values=values)
+        return Document(
+            step=self.step,
+            progress=self.progress,
+            names=self.names,
+            optimizer=optimizer,
+            tensors=tensors,
+        )
+
+
+def random_states(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """The states of the default random generators that the model uses."""
+    states = {"cpu": torch.get_rng_state()}
+    device = next((p.device for p in model.parameters() if p.is_cuda), None)
+    return states if device is None else states | {"cuda": torch.cuda.get_rng_state(device)}
+
+
+def _plain(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the progress, which must be JSON data."""
+    try:
+        return json.loads(json.dumps(dict(progress)))
+    except (TypeError, ValueError) as error:
+        raise ShardwiseError(f"the progress of a checkpoint must be JSON data: {error}") from None

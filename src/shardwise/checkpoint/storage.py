@@ -1,0 +1,236 @@
+"""The files of a checkpoint, for torch.distributed.checkpoint: raw bytes, and JSON about them.
+
+Torch's own storage describes a checkpoint in a pickle, which could run anything when it is read.
+Here every rank writes one file of raw tensors, and rank 0 the document that says what lies where.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from zlib import crc32
+
+import torch
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    Metadata,
+    SavePlan,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardwise.checkpoint.document import DTYPES, NAME, Chunk, Document, Stored, Values
+from shardwise.checkpoint.folder import StepFolders, sync, writing_to
+from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.errors import ShardwiseError
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rank tells the first, and what it is told: where to write."""
+
+    values: Values
+    rank: int = 0
+    folder: str = ""
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint into a hidden folder and publishes it when all ranks are done."""
+
+    def __init__(self, folders: StepFolders, keep: int, taken: Snapshot | ShardwiseError) -> None:
+        self.folders, self.keep, self.taken = folders, keep, taken
+        self.temporary: Path | None = None
+        self.values: Values = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.taken, ShardwiseError):
+            raise self.taken
+        if is_coordinator:
+            self.temporary = self.folders.temporary(self.taken.step, uuid4().hex[:8])
+            self.folders.tidy()
+            with writing_to(self.folders):
+                self.temporary.mkdir(parents=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=Local(self._snapshot.values))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Collects the numbers of all ranks, and tells each where to write."""
+        for plan in plans:
+            for name, values in plan.storage_data.values.items():
+                self.values.setdefault(name, {}).update(values)
+        return [
+            replace(plan, storage_data=Local({}, rank, str(self.temporary)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, folder = f"rank-{plan.storage_data.rank}.bin", Path(plan.storage_data.folder)
+        results, offset = [], 0
+        with writing_to(self.folders):
+            folder.mkdir(parents=True, exist_ok=True)  # seen late, perhaps, on another host
+            with (folder / name).open("xb", buffering=0) as file:
+                for item in plan.items:
+                    block = planner.resolve_data(item)
+                    assert isinstance(block, torch.Tensor)
+                    content = as_bytes(block)
+                    _write(file, content)
+                    about = {"file": name, "offset": offset, "crc32": crc32(content)}
+                    results.append(WriteResult(item.index, len(content), about))
+                    offset += len(content)
+                os.fsync(file.fileno())
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0 writes the document; the rename makes it a checkpoint."""
+        written = {result.index: result for own in results for result in own}
+        tensors = {
+            key: _stored(key, about, written)
+            for key, about in metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+        document = self._snapshot.document(self.values, tensors)
+        assert self.temporary is not None
+        with writing_to(self.folders):
+            with (self.temporary / NAME).open("x", encoding="utf-8") as file:
+                file.write(document.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            sync(self.folders.folder.parent)
+            published = self.folders.publish(self.temporary, document.step)
+        self.folders.prune(self.keep, published)
+
+    def give_up(self) -> None:
+        """Gives back the space of a checkpoint that will not be complete."""
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    @property
+    def _snapshot(self) -> Snapshot:
+        assert isinstance(self.taken, Snapshot)
+        return self.taken
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _write(file: Any, content: memoryview) -> None:
+    """All of it: one call of an unbuffered file may write a part only."""
+    while content:
+        content = content[file.write(content) :]
+
+
+def _stored(
+    key: str, about: TensorStorageMetadata, written: dict[MetadataIndex, WriteResult]
+) -> Stored:
+    chunks = []
+    for chunk in about.chunks:
+        result = written[MetadataIndex(key, chunk.offsets)]
+        chunks.append(
+            Chunk(
+                start=list(chunk.offsets),
+                shape=list(chunk.sizes),
+                bytes=result.size_in_bytes,
+                **result.storage_data,
+            )
+        )
+    dtype = str(about.properties.dtype).removeprefix("torch.")
+    return Stored(shape=list(about.size), dtype=dtype, chunks=chunks)
+
+
+def as_bytes(block: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in the host's memory."""
+    return block.reshape(-1).view(torch.uint8).numpy().data.cast("B")
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Reader(StorageReader):
+    """Reads chunks, each of which must have its checksum."""
+
+    def __init__(self, folder: Path, document: Document) -> None:
+        self.folder = folder
+        self._chunks: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
+        self._about: dict[str, TensorStorageMetadata] = {}
+        for key, stored in document.tensors.items():
+            dtype, chunks = DTYPES[stored.dtype], []
+            for chunk in stored.chunks:
+                self._chunks[MetadataIndex(key, chunk.start)] = chunk, dtype
+                sizes = torch.Size(chunk.start), torch.Size(chunk.shape)
+                chunks.append(ChunkStorageMetadata(*sizes))
+            self._about[key] = TensorStorageMetadata(
+                TensorProperties(dtype), torch.Size(stored.shape), chunks
+            )
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(dict(self._about))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(item.storage_index, []).append(item)
+        for index, items in wanted.items():
+            chunk = self._read(index)
+            for item in items:
+                part = chunk
+                for dim, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    part = part.narrow(dim, start, length)
+                planner.resolve_tensor(item).copy_(part)
+        return _done(None)
+
+    def _read(self, index: MetadataIndex) -> torch.Tensor:
+        """A whole chunk, once it has proved to be what was written."""
+        chunk, dtype = self._chunks[index]
+        path, content = self.folder / chunk.file, torch.empty(chunk.bytes, dtype=torch.uint8)
+        try:
+            with path.open("rb") as file:
+                file.seek(chunk.offset)
+                num_bytes = file.readinto(as_bytes(content))
+        except OSError as error:
+            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+        if num_bytes != chunk.bytes or crc32(as_bytes(content)) != chunk.crc32:
+            raise ShardwiseError(
+                f"{path} is damaged: {index.fqn} {chunk.box} does not have its checksum"
+            )
+        return content.view(dtype).view(chunk.shape)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
