@@ -89,8 +89,9 @@ def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch
         ("verify digits --option width", "option 'width' must be written key=value"),
         ("verify digits --option depth=3", "building 'digits' failed with TypeError"),
         ("train --split n=4 --workers 2", "split n=4 needs 4 workers"),
-        ("train --epochs 0", "epochs=0 must be at least 1"),
-        ("train --lr -1", "lr=-1.0 must be above 0"),
+        ("train --epochs 0", "epochs='0': input should be greater than or equal to 1"),
+        ("train --lr -1", "lr='-1': input should be greater than 0"),
+        ("train nowhere.yaml", "the settings 'nowhere.yaml' cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments: str, sentence: str) -> None:  # type: ignore[no-untyped-def]

@@ -18,8 +18,8 @@ from shardwise.plan import Plan
 from shardwise.planning import plan
 from shardwise.simulate import simulate
 from shardwise.trace import Trace
-
-__version__ = "0.1.0"
+from shardwise.training import Settings, Trainer, train
+from shardwise.version import __version__
 
 __all__ = [
     "CaptureError",
@@ -32,9 +32,12 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "PlanError",
+    "Settings",
     "ShardwiseError",
     "Trace",
+    "Trainer",
     "WorkerError",
+    "__version__",
     "accelerate",
     "capture",
     "conv",
@@ -45,6 +48,7 @@ __all__ = [
     "plan",
     "run_local",
     "simulate",
+    "train",
     "tuning",
     "under_launcher",
     "zoo",

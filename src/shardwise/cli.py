@@ -15,22 +15,25 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from shardwise import __version__, data
+from shardwise import data
 from shardwise.checkpoint import export as export_state
 from shardwise.comm import LostPeer
 from shardwise.data.opening import open_lazily
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.errors import ShardwiseError
 from shardwise.kernel_table import Wish, kernel_table, time_kernels
-from shardwise.launch import WorkerError, choose_world, end_all
+from shardwise.launch import WorkerError, end_all
 from shardwise.models import parse_options, parse_shape, parse_split
 from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
 from shardwise.questions import Question, answer, examined, simulated, trace_data
 from shardwise.report import contents, title_of, write_page, write_report
 from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
-from shardwise.train import Settings, train_digits
+from shardwise.training import Settings
+from shardwise.training import train as run_training
+from shardwise.training.options import with_options
 from shardwise.verification import PlanResult, Request, summary, verify_model
+from shardwise.version import __version__
 
 app = typer.Typer(
     help="Splits every layer of a CNN over workers and computes exactly what one device computes.",
@@ -172,28 +175,24 @@ def _table(result: PlanResult) -> Table:
     return table
 
 
-@app.command()
-def train(
-    workers: Workers = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the training samples.")] = 10,
-    batch: Annotated[int, typer.Option(help="Samples per step, over all workers.")] = 64,
-    lr: Annotated[float, typer.Option(help="Learning rate at the start.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the shuffle.")] = 0,
-    split: Split = None,
-) -> None:
-    """Train a small network on scikit-learn's digits.
+def _train(settings: Settings) -> None:
+    """Train a model, as settings say: those of a YAML file, and those of the command line.
 
-    Runs on local workers, or on those that torchrun or mpirun has started. Without --split, the
-    samples are split over the workers.
+    With nothing given it trains a small network on scikit-learn's digits. Runs on local workers, or
+    on those that torchrun, mpirun or srun has started. Settings, metrics, checkpoints and a report
+    are written to the folder of the run; a run that was ended goes on with --resume, on any number
+    of workers. SIGTERM makes a checkpoint and ends.
     """
-    degrees = parse_split(split) if split is not None else {}
-    world = choose_world(workers, degrees)
     start = time.perf_counter()
-    history = train_digits(Settings(world, epochs, batch, lr, seed, degrees))
-    if history:
+    history = run_training(settings)
+    if history and history[-1].accuracy is not None:
         seconds = time.perf_counter() - start
         accuracy = 100 * history[-1].accuracy
-        print(f"test accuracy {accuracy:.2f} % after {epochs} epochs, {seconds:.0f} s in all")
+        number = history[-1].number
+        print(f"test accuracy {accuracy:.2f} % after {number} epochs, {seconds:.0f} s in all")
+
+
+app.command("train")(with_options(_train))
 
 
 @app.command()

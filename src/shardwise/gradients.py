@@ -96,6 +96,7 @@ class GradientSums:
         """A part of a parameter's gradient; a shared parameter has several."""
         view = self._views.get(name)
         if view is None:
+            gradient = gradient.to(self.params[name].dtype)  # layers may compute in another
             self.whole[name] = self.whole[name] + gradient if name in self.whole else gradient
         elif name in self.written:
             view.add_(gradient)

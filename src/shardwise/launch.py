@@ -9,8 +9,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -75,7 +75,8 @@ def run_local(
         for worker in workers:
             with suppress(ConnectionError):  # it died; `_collect` says how
                 worker.connection.send((function, args))
-        results = _collect(workers)
+        with _passing_on_sigterm(workers):
+            results = _collect(workers)
         for worker in workers:  # nobody leaves while another may still read from it
             with suppress(ConnectionError):
                 worker.connection.send("end")
@@ -200,15 +201,30 @@ def _death(workers: list[_Worker], rank: int) -> WorkerError:
     return WorkerError(f"worker {rank} of {len(workers)} {how}; the others were ended")
 
 
+@contextmanager
+def _passing_on_sigterm(workers: list[_Worker]) -> Iterator[None]:
+    """Within, SIGTERM to this process goes to the workers, who may end in their own way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(*_: object) -> None:
+        for worker in workers:
+            worker.process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _stop(workers: list[_Worker]) -> None:
-    """Ends whatever still runs, so that nothing is left behind."""
+    """Ends whatever still runs, so that nothing is left behind; a worker may not heed SIGTERM."""
     for worker in workers:
-        worker.process.terminate()
+        worker.process.kill()
     for worker in workers:
-        worker.process.join(GRACE)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
+        worker.process.join()
         worker.connection.close()
 
 
@@ -270,10 +286,23 @@ def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -
             raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+    limit = timedelta(seconds=timeout)
+    store = _meeting_point(rank, world, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+
+
+def _meeting_point(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Where ranks leave their addresses: apart for every restart of an elastic launcher, whose
+    store still has the addresses of ranks that are dead."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore
+    return dist.PrefixStore(f"start-{num_restarts()}", store)
+
+
+def num_restarts() -> int:
+    """How often an elastic launcher has started these workers anew."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdigit() else 0
 
 
 def _join_mpi(launched: tuple[int, int, int, int], timeout: float) -> None:

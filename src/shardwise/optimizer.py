@@ -65,6 +65,7 @@ class _Delayed(Optimizer):
         with torch.no_grad():
             for name, gradient in self._model._shardwise.late.take(wanted).items():
                 param = named[name]
+                gradient = gradient.to(param.dtype)  # layers may compute in another
                 param.grad = gradient if param.grad is None else param.grad + gradient
                 if name in self._due:
                     updated.append(param)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -49,19 +50,22 @@ def parallelize(
     graphs: Graphs | None = None,
     gradients: Engine | None = None,
     cluster: Cluster | str | None = None,
+    precision: Literal["bf16"] | None = None,
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
     All ranks start from rank 0's parameters and buffers. With output="full" every rank returns the
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
     capturing the model again where that was done before; `gradients` says when they are summed,
-    and the measurements of a `cluster` by which algorithms (see `shardwise probe --sums`).
+    and the measurements of a `cluster` by which algorithms (see `shardwise probe --sums`). With
+    precision="bf16" layers compute in bfloat16 (norms and softmax in float32); parameters, their
+    gradients and the output stay float32.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
     graphs = graphs or ModelGraphs(model, plan.inputs)
     comm = (comm or Communicator()).summing_as(cluster)
-    return ParallelModel(model, plan, output, comm, graphs, gradients or Engine())
+    return ParallelModel(model, plan, output, comm, graphs, gradients or Engine(), precision)
 
 
 ANOTHER_BATCH = (
@@ -81,6 +85,7 @@ class ParallelModel(nn.Module):
         comm: Communicator,
         graphs: Graphs,
         engine: Engine,
+        precision: str | None = None,
     ) -> None:
         super().__init__()
         if plan.world != comm.size:
@@ -88,7 +93,7 @@ class ParallelModel(nn.Module):
                 f"the plan is for {plan.world} workers, but {comm.size} are running; start "
                 f"{plan.world}, or make a plan for {comm.size}"
             )
-        self._shardwise = State(plan, output, comm, graphs, engine)
+        self._shardwise = State(plan, output, comm, graphs, engine, precision)
         self._adopt(model)
         self._split_tensors()
         self.train(model.training)
@@ -152,7 +157,7 @@ class ParallelModel(nn.Module):
         if id(program) not in state.ready:
             self._get_ready(program, inputs, whole=batch is None)
         lookup = partial(self._lookup, graph.constants)
-        runtime = Runtime(program, state.comm, lookup, state.modules)
+        runtime = Runtime(program, state.comm, lookup, state.modules, state.precision, state.watch)
         if torch.is_grad_enabled():
             anchor = torch.empty(0, requires_grad=True)
             outputs = _Run.apply(self, runtime, anchor, *inputs)
@@ -170,6 +175,24 @@ class ParallelModel(nn.Module):
         segments = {ranks for layout in program.params.values() for ranks in layout.segments}
         state.lane.prepare(sorted(segments))
         state.ready[id(program)] = program
+
+    def first_not_finite(self, *inputs: torch.Tensor, batch: int | None = None) -> str | None:
+        """The first layer whose output is not finite for this batch; all ranks must call it."""
+        state, found = self._shardwise, set()
+
+        def watch(layer: str, y: torch.Tensor) -> None:
+            if y.is_floating_point() and not bool(y.isfinite().all()):
+                found.add(layer)
+
+        state.watch = watch
+        try:
+            with torch.no_grad():
+                self(*inputs, batch=batch)
+        finally:
+            state.watch = None
+        anywhere = set().union(*state.comm.gather_objects(found))
+        graph = state.graph(self.training, inputs[0].shape[0] if batch is None else batch)
+        return next((layer.name for layer in graph.layers if layer.name in anywhere), None)
 
     def input_box(self, batch: int, index: int = 0) -> Box:
         """The part of a global batch that this rank reads when it is given parts."""
@@ -215,7 +238,8 @@ class ParallelModel(nn.Module):
         if state.output == "full" and state.comm.size > 1:
             # One memory format on all ranks, so that their losses agree to the bit.
             values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
-        return tuple(values[name] for name in program.outputs)
+        outputs = [values[name] for name in program.outputs]
+        return tuple(y.float() if y.dtype == state.precision else y for y in outputs)
 
     def _backward(self, runtime: Runtime, gradients: tuple[Any, ...]) -> list[Any]:
         """Every rank has the gradient of the whole output and takes its own part: no sum."""
@@ -405,30 +429,45 @@ class ParallelModel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients as torch's clip_grad_norm_ would on one device."""
         self.flush()
-        state, seen = self._shardwise, set()
-        total = torch.zeros((), dtype=torch.float64)
-        for name, param in self.named_parameters():
-            layout = state.layouts.get(name)
-            owns = (
-                layout.segment(state.comm.rank)[0] == state.comm.rank
-                if layout
-                else not state.comm.rank
-            )
-            if param.grad is not None and owns and id(param) not in seen and param.numel():
-                seen.add(id(param))
-                total += param.grad.double().norm(norm_type).cpu() ** norm_type
-        everybody = tuple(range(state.comm.size))
-        state.comm.all_reduce(everybody, total, About("the norm of all gradients")).wait()
-        norm = total ** (1.0 / norm_type)
+        params = list(self.parameters())  # a rank may lack the gradient of what others have
+        gradients = [p.new_empty(0) if p.grad is None else p.grad for p in params]
+        norm = self.norms(params, gradients, norm_type).norm(norm_type)
         scale = min(1.0, max_norm / (float(norm) + 1e-6))
-        for param in self.parameters():
-            if param.grad is not None:
-                param.grad.mul_(scale)
+        for gradient in gradients:
+            gradient.mul_(scale)
         return norm
+
+    @torch.no_grad()
+    def norms(
+        self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p: float = 2.0
+    ) -> torch.Tensor:
+        """The norm of each whole value, of which this rank has a block as it has of the parameter.
+
+        All ranks must call it, for the same parameters.
+        """
+        state, names = self._shardwise, {id(param): name for name, param in self.named_parameters()}
+        device = params[0].device if params else None
+        own = torch.zeros(len(params), dtype=torch.float64, device=device)
+        for index, (param, value) in enumerate(zip(params, values, strict=True)):
+            layout = state.layouts.get(names[id(param)])
+            owner = layout.segment(state.comm.rank)[0] if layout else 0
+            if owner == state.comm.rank and value.numel():
+                own[index] = value.double().norm(p)
+        if p == inf:
+            return torch.stack(state.comm.gather_objects(own.cpu())).amax(0)
+        own.pow_(p)
+        everybody = tuple(range(state.comm.size))
+        state.comm.all_reduce(everybody, own, About("the norms of all tensors")).wait()
+        return own ** (1.0 / p)
 
     @property
     def plan(self) -> Plan:
         return self._shardwise.plan
+
+    @property
+    def comm(self) -> Communicator:
+        """How this rank talks to the others."""
+        return self._shardwise.comm
 
     def extra_repr(self) -> str:
         return f"world={self.plan.world}"

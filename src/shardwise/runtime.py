@@ -20,6 +20,12 @@ from shardwise.transfer import Transfer
 
 Tensors = dict[str, torch.Tensor]
 Lookup = Callable[[Source], torch.Tensor]  # the stored block of a parameter or buffer
+Watch = Callable[[str, torch.Tensor], None]  # a layer's name and its output
+
+# Operators that lose too much in 16 bits: sums over many values, and exponentials.
+SENSITIVE = frozenset(
+    ("batch_norm", "group_norm", "instance_norm", "layer_norm", "softmax", "log_softmax")
+)
 
 
 @dataclass
@@ -38,13 +44,15 @@ class Runtime:
     comm: Communicator
     lookup: Lookup
     modules: Mapping[str, Any]
+    precision: torch.dtype | None = None  # of all values between layers, if not the parameters'
+    watch: Watch | None = None  # is shown the output of every layer
     tapes: dict[int, Tape] = field(default_factory=dict)  # by position of the block
 
     # -- forward -------------------------------------------------------------------------------
 
     def forward(self, inputs: Tensors, record: bool) -> Tensors:
         """This rank's part of every output."""
-        values: dict[str, Any] = dict(inputs)
+        values: dict[str, Any] = {name: self._lowered(x) for name, x in inputs.items()}
         pending: dict[str, Callable[[], torch.Tensor]] = {}
 
         def value(name: str) -> torch.Tensor:
@@ -90,6 +98,8 @@ class Runtime:
         for op in run.ops:
             timeline.switch(op.local.layer.name, "forward")
             values[op.result] = y = self._op(op, values, like)
+            if self.watch is not None:
+                self.watch(op.local.layer.name, y)
             if timeline.on and y.requires_grad:
                 y.register_hook(partial(self._turn, op.local.layer.name))
         timeline.switch()
@@ -105,12 +115,22 @@ class Runtime:
             for source in op.operands
         ]
         if op.active:
-            return op.strategy.run(self._local(op), tensors)
+            if self.precision is None:
+                return op.strategy.run(self._local(op), tensors)
+            layer = op.local.layer
+            sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
+            dtype = torch.float32 if sensitive else self.precision
+            tensors = [_as_real(tensor, dtype) for tensor in tensors]
+            return self._lowered(op.strategy.run(self._local(op), tensors))
         # Nothing, but made of the operands: a norm before this layer still sums its statistics in
         # backward, on ranks without samples too.
         operands = [t for s, t in zip(op.operands, tensors, strict=True) if s.kind == "value"]
         parts = [t.reshape(-1)[:0] for t in operands or tensors or [like] if t is not None]
-        return torch.cat(parts).reshape(op.local.output.shape)
+        return self._lowered(torch.cat(parts)).reshape(op.local.output.shape)
+
+    def _lowered(self, x: torch.Tensor) -> torch.Tensor:
+        """As values between layers are kept."""
+        return x if self.precision is None else _as_real(x, self.precision)
 
     def _local(self, op: Op) -> Local:
         """The op's share, with the communication and the module that it may ask for."""
@@ -142,6 +162,7 @@ class Runtime:
 
     def backward(self, gradients: Tensors, params: Tensors, sums: GradientSums) -> Tensors:
         """From gradients of the outputs to those of the inputs; those of weights go to `sums`."""
+        gradients = {name: self._lowered(gradient) for name, gradient in gradients.items()}
         flow = _Flow(gradients)
         whole: Tensors = {}  # gradients of inputs that every rank has whole
         for position, step in enumerate(self.program.backward):
@@ -176,6 +197,7 @@ class Runtime:
         stored = {name: params[name] for name in run.params}
         if not outputs:
             return
+        self.comm.timeline.switch(run.ops[-1].local.layer.name, "backward")
         wanted = [*leaves.values(), *stored.values()]
         found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         self.comm.timeline.switch("gradients packed", "copy")
@@ -222,6 +244,11 @@ class _Flow:
         if name in self.here:
             return self.here.pop(name)
         return default() if default is not None else None
+
+
+def _as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of this dtype, unless it holds whole numbers."""
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _leaf(x: torch.Tensor, needs_gradient: bool) -> torch.Tensor:

@@ -16,10 +16,12 @@ from shardwise.gradients import Choice, GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, compile_program, param_layouts
-from shardwise.runtime import Tensors
+from shardwise.runtime import Tensors, Watch
 from shardwise.stored import assign, copy_structure, named_tensors, weightless
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
+
+PRECISIONS = {None: None, "bf16": torch.bfloat16}
 
 
 class ModelGraphs:
@@ -48,11 +50,21 @@ class State:
     """What a parallel model knows beyond its modules: graphs, programs and layouts."""
 
     def __init__(
-        self, plan: Plan, output: str, comm: Communicator, graphs: Graphs, engine: Engine
+        self,
+        plan: Plan,
+        output: str,
+        comm: Communicator,
+        graphs: Graphs,
+        engine: Engine,
+        precision: str | None,
     ) -> None:
         if output not in ("full", "local"):
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
+        if precision not in PRECISIONS:
+            raise ShardwiseError(f"precision={precision!r} must be 'bf16', or None")
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
+        self.precision = PRECISIONS[precision]
+        self.watch: Watch | None = None
         self.lane = comm.in_lane("gradients")
         self._sums: dict[int, GradientSums] = {}  # by program
         self.unfinished: GradientSums | None = None  # sums that optimizers will wait for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,6 +90,15 @@ class Flight:
         self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
         self._begin = self._landed = comm.timeline.now() if comm.timeline.on else 0.0
 
+    @contextmanager
+    def starting(self, peers: Iterable[int] | None = None) -> Iterator[None]:
+        """Within, messages are started; that fails where a peer is known to be dead."""
+        try:
+            yield
+        except RuntimeError as error:
+            peers = self.peers if peers is None else peers
+            raise LostPeer(complaint(self.comm, self.action, peers, self.about, error)) from None
+
     def watch(self, works: list[Any]) -> None:
         """Notes when the last message has arrived, whether or not anybody waits for it yet."""
         if self.comm.timeline.on:
@@ -170,15 +179,18 @@ class Communicator:
     def _exchange(self, sends: Messages, receives: Messages, about: About, action: str) -> Pending:
         sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
+        peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
+        flight = Flight(self, action, peers, about)
+        steps = [(dist.irecv, *message) for message in staged]
+        steps += [(dist.isend, *message) for message in sends]
         if self._backend == "nccl":
-            operations = [dist.P2POp(dist.isend, t, self._global[p], self.group) for p, t in sends]
-            operations += [
-                dist.P2POp(dist.irecv, t, self._global[p], self.group) for p, t in staged
-            ]
+            operations = [dist.P2POp(do, t, self._global[p], self.group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            works = [dist.irecv(t, self._global[p], self.group) for p, t in staged]
-            works += [dist.isend(t, self._global[p], self.group) for p, t in sends]
+            works = []
+            for do, peer, tensor in steps:
+                with flight.starting((peer,)):
+                    works.append(do(tensor, self._global[peer], self.group))
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -186,8 +198,7 @@ class Communicator:
                 if buffer is not arrived:
                     buffer.copy_(arrived)
 
-        peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
-        return Pending(works, finish, Flight(self, action, peers, about))
+        return Pending(works, finish, flight)
 
     def all_gather(
         self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
@@ -199,8 +210,9 @@ class Communicator:
             return self._exchange([(rank, x) for rank, _ in others], others, about, "gather")
         staged = [self._stage(part, empty=True) for part in parts]
         x = self._stage(x)
-        work = dist.all_gather(staged, x, self._subgroup(ranks), async_op=True)
         flight = Flight(self, "gather", ranks, about)
+        with flight.starting():
+            work = dist.all_gather(staged, x, self._subgroup(ranks), async_op=True)
         return Pending([work], lambda: _copy_back(parts, staged, x), flight)
 
     def reduce_scatter(
@@ -211,8 +223,9 @@ class Communicator:
             return self._sum_directly(ranks, y, parts, about)
         staged = self._stage(y, empty=True)
         parts = [self._stage(part) for part in parts]
-        work = dist.reduce_scatter(staged, parts, group=self._subgroup(ranks), async_op=True)
         flight = Flight(self, "sum of parts", ranks, about)
+        with flight.starting():
+            work = dist.reduce_scatter(staged, parts, group=self._subgroup(ranks), async_op=True)
         return Pending([work], lambda: _copy_back([y], [staged], parts), flight)
 
     def all_to_all(
@@ -227,14 +240,16 @@ class Communicator:
         arrived = torch.empty(
             sum(t.numel() for t in receives), dtype=outgoing.dtype, device=outgoing.device
         )
-        work = dist.all_to_all_single(
-            arrived,
-            outgoing,
-            [t.numel() for t in receives],
-            [t.numel() for t in sends],
-            group=self._subgroup(ranks),
-            async_op=True,
-        )
+        flight = Flight(self, "exchange", ranks, about)
+        with flight.starting():
+            work = dist.all_to_all_single(
+                arrived,
+                outgoing,
+                [t.numel() for t in receives],
+                [t.numel() for t in sends],
+                group=self._subgroup(ranks),
+                async_op=True,
+            )
 
         def finish() -> None:
             parts = arrived.split([t.numel() for t in receives])
@@ -242,7 +257,7 @@ class Communicator:
                 buffer.copy_(part.view(buffer.shape))
             _ = outgoing
 
-        return Pending([work], finish, Flight(self, "exchange", ranks, about))
+        return Pending([work], finish, flight)
 
     def all_reduce(
         self,
@@ -265,8 +280,9 @@ class Communicator:
             rounds = schedule(algorithm, switches, self.rank, x.numel())
             return self.carry_out(rounds, ranks, x, about)
         staged = self._stage(x)
-        work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
         flight = Flight(self, "sum", ranks, about)
+        with flight.starting():
+            work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
         return Pending([work], lambda: _copy_back([x], [staged], None), flight)
 
     def carry_out(
@@ -318,9 +334,10 @@ class Communicator:
         if self.size == 1:
             return Pending([])
         staged = self._stage(x)
-        work = dist.broadcast(staged, self._global[root], self.group, async_op=True)
         about = About("the parameters")
         flight = Flight(self, "broadcast", (root,) if self.rank != root else (), about)
+        with flight.starting():
+            work = dist.broadcast(staged, self._global[root], self.group, async_op=True)
         return Pending([work], lambda: _copy_back([x], [staged], None), flight)
 
     def gather_objects(self, value: Any) -> list[Any]:

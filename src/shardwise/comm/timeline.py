@@ -23,6 +23,7 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.on = False
+        self.place = ""  # what the main thread last turned to, noted always
         self._origin = 0.0
         self._current: tuple[str, str, float] | None = None
 
@@ -44,6 +45,7 @@ class Timeline:
 
         Returns what it did before.
         """
+        self.place = name or self.place
         if not self.on:
             return "", ""
         now, before = self.now(), ("", "")

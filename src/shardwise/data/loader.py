@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from shardwise.box import Box
 from shardwise.errors import ShardwiseError
 
 from .augment import Augment, Views
-from .order import Batches
+from .order import Batches, mixing_share
 from .prefetch import Prefetch
 from .source import Source
 
@@ -29,6 +29,8 @@ class Batch:
     y: torch.Tensor  # int64: the labels of all samples, or a box of labels that are volumes
     indices: tuple[int, ...]  # the samples of the whole batch
     epoch: int
+    mixed: torch.Tensor | None = None  # labels of the samples that were mixed in
+    share: float = 1.0  # of a sample's own numbers, where others were mixed in
 
     @property
     def size(self) -> int:
@@ -41,7 +43,9 @@ class Loader:
 
     `box` gives the rank's box of a global batch of so many samples, such as a parallel model's
     `input_box`; without it a rank reads whole batches. Labels that are volumes have a box of their
-    own, `label_box`. Iterating goes to the end of the epoch; the next time, the next one follows.
+    own, `label_box`. With `mixup`, every sample is mixed with its neighbour in the batch, by a
+    share drawn from Beta(mixup, mixup). Iterating goes to the end of the epoch; the next time, the
+    next one follows.
 
     >>> from shardwise.data import digits
     >>> loader = Loader(digits(), batch=64, box=lambda n: Box((0, 0, 0, 0), (n, 1, 5, 5)))
@@ -57,6 +61,7 @@ class Loader:
         box: BoxOf | None = None,
         label_box: BoxOf | None = None,
         augment: Augment | None = None,
+        mixup: float = 0.0,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -67,10 +72,12 @@ class Loader:
         self.augment.check(source.shape)
         if prefetch < 0:
             raise ShardwiseError(f"prefetch={prefetch} must be at least 0")
+        if mixup < 0 or (mixup and source.label_shape):
+            raise ShardwiseError(f"mixup={mixup} must be at least 0, and 0 for labels per voxel")
         self.shape = self.augment.out_shape(source.shape)
         self.label_shape = self.shape[1:] if source.label_shape else ()
         self.batches = Batches(len(source), batch, seed, shuffle, drop_last)
-        self.prefetch, self.device = prefetch, torch.device(device)
+        self.mixup, self.prefetch, self.device = mixup, prefetch, torch.device(device)
         self._box = box or (lambda num: Box.whole((num, *self.shape)))
         self._label_box = label_box or (lambda num: Box.whole((num, *self.label_shape)))
 
@@ -100,13 +107,25 @@ class Loader:
         boxes = {num: self._boxes(num) for num in {len(indices) for indices in batches}}
         epoch = self.epoch
         bits = self.augment.chances(len(self.source), self.batches.seed, epoch)
-        parts = (self._read(indices, *boxes[len(indices)], bits, epoch) for indices in batches)
+        shares = self._shares(batches, epoch)
+        parts = (
+            self._read(indices, *boxes[len(indices)], bits, epoch, share)
+            for indices, share in zip(batches, shares, strict=True)
+        )
         if self.prefetch == 0:
             yield from self._given_out(parts)
         else:
             with Prefetch(parts, self.prefetch) as ahead:
                 yield from self._given_out(ahead)
         self.batches.next_epoch()
+
+    def _shares(self, batches: list[np.ndarray], epoch: int) -> list[float]:
+        """How much of its own each batch keeps, by its place in the epoch."""
+        if not self.mixup:
+            return [1.0] * len(batches)
+        places = self.batches.position + np.cumsum([0, *map(len, batches)])
+        seed = self.batches.seed
+        return [mixing_share(self.mixup, seed, epoch, int(at)) for at in places[:-1]]
 
     def _given_out(self, parts: Iterator[Batch]) -> Iterator[Batch]:
         """Counts what leaves the loader, so that a run that stops here misses nothing."""
@@ -132,7 +151,20 @@ class Loader:
         label_box: Box,
         bits: np.ndarray | None,
         epoch: int,
+        share: float,
     ) -> Batch:
+        x, y = self._samples(indices, box, label_box, bits)
+        numbers, mixed = tuple(indices.tolist()), None
+        if self.mixup:  # this rank's box of the neighbours is read too, so that nothing is sent
+            other, labels = self._samples(np.roll(indices, 1), box, label_box, bits)
+            x = np.float32(share) * x + np.float32(1 - share) * other
+            mixed = self._tensor(labels)
+        return Batch(self._tensor(x), self._tensor(y), numbers, epoch, mixed, share)
+
+    def _samples(
+        self, indices: np.ndarray, box: Box, label_box: Box, bits: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Boxes of some samples and of their labels."""
         source = self.source
         chosen = bits[indices] if bits is not None else None
         views = self.augment.views(source.shape, len(indices), chosen)
@@ -145,7 +177,7 @@ class Loader:
             _gather(y, source.label, source.expect_label, numbers, views.of_space(), label_box)
         else:
             y[:] = [source.label(n) for n in numbers[label_box.starts[0] : label_box.stops[0]]]
-        return Batch(self._tensor(x), self._tensor(y), tuple(numbers), epoch)
+        return x, y
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         """Page-locked only where it will be copied to an accelerator."""
@@ -155,8 +187,13 @@ class Loader:
     def _on_device(self, part: Batch) -> Batch:
         if self.device.type == "cpu":
             return part
-        x, y = (tensor.to(self.device, non_blocking=True) for tensor in (part.x, part.y))
-        return Batch(x, y, part.indices, part.epoch)
+        tensors = {"x": part.x, "y": part.y, "mixed": part.mixed}
+        there = {
+            name: tensor.to(self.device, non_blocking=True)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return replace(part, **there)
 
 
 def _size(box: Box) -> list[int]:

@@ -49,6 +49,46 @@ def open_source(
     return without(source, bad)
 
 
+def open_pair(
+    spec: str | Path, test_spec: str | Path | None = None, **options: Any
+) -> tuple[Source, Source | None]:
+    """The samples to train on, and those to test on where there are any; see `open_source`.
+
+    The digits and CIFAR-10 are divided already; so is a folder with subfolders train and test (or
+    val). Other samples are all for training, and others for testing have to be named.
+
+    >>> [len(source) for source in open_pair("digits")]
+    [1437, 360]
+    """
+    folder, subset, tests = Path(spec), None, test_spec
+    if str(spec) == "digits" or any((folder / name).exists() for name in (*TRAIN, *TEST)):
+        subset = "train"
+        if test_spec is None and (str(spec) == "digits" or (folder / TEST[0]).exists()):
+            return open_source(spec, subset=subset, **options), _tests(spec, "test", options)
+    elif (folder / "train").is_dir():
+        spec = folder / "train"
+        found = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
+        tests = test_spec or (found[0] if found else None)
+    train = open_source(spec, subset=subset, **options)
+    return train, None if tests is None else _tests(tests, None, options)
+
+
+def _tests(spec: str | Path, subset: str | None, options: dict[str, Any]) -> Source:
+    if subset is None and str(spec) == "digits":
+        subset = "test"
+    return open_source(spec, subset=subset, **options)
+
+
+def check_alike(train: Source, test: Source) -> None:
+    """Raises unless what is learned from one can be tested on the other."""
+    for name in ("shape", "classes"):
+        mine, theirs = getattr(train, name), getattr(test, name)
+        if mine != theirs:
+            raise ShardwiseError(
+                f"{test.name} has {name} {theirs}, and {train.name}, which is trained on, {mine}"
+            )
+
+
 def open_lazily(
     spec: str | Path,
     on_error: str = "raise",

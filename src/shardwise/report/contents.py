@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise import __version__
 from shardwise.config import Config
 from shardwise.cost import usual, value_operands
 from shardwise.graph import Layer, LayerGraph
@@ -18,6 +17,7 @@ from shardwise.report.history import History, charts, measured_memory
 from shardwise.report.timeline import PARTS, per_layer, short, timeline
 from shardwise.tables import is_pure, main_split
 from shardwise.trace import Trace
+from shardwise.version import __version__
 
 ALTERNATIVES = 8  # the best ones that are shown of each layer, beside the pure and the chosen
 

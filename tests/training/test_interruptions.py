@@ -1,0 +1,164 @@
+"""Runs that are killed, told to end or run out of memory: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pool import shared_pool
+from shardwise.checkpoint import export
+from shardwise.errors import ShardwiseError
+from shardwise.training import Trainer
+from shardwise.training.settings import read_settings
+
+SETTINGS = {
+    "batch": 64,
+    "option": "width=4",
+    "log-every": 1,
+    "checkpoint-every": 4,
+    "steps": 60,
+    "split": "n=2,h=2",
+    "timeout": 30,
+}
+WORDS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+
+
+def start(launcher: list[str], folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [*launcher, "-m", "shardwise", "train", "--out", str(folder), "--no-report"]
+    command += [*WORDS, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def elastic(world: int, restarts: int) -> list[str]:
+    """The launcher that restarts all workers when one has died."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc-per-node={world}", f"--max-restarts={restarts}"]
+
+
+def weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    export(folder, out)
+    return torch.load(out, weights_only=True)
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started, by what the kernel says of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == launcher and b"shardwise" in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def kill_some(launcher: subprocess.Popen[str], folder: Path, num: int, seed: int) -> int:
+    """Kills a worker every now and then, saving or not; returns how many."""
+    chance, killed = random.Random(seed), 0
+    while launcher.poll() is None and killed < num:
+        before = steps_of(folder)
+        deadline = time.monotonic() + 60
+        while launcher.poll() is None and steps_of(folder) == before:
+            assert time.monotonic() < deadline, "the run does not go on"
+            time.sleep(0.02)
+        time.sleep(chance.random() * 0.4)
+        workers = workers_of(launcher.pid)
+        if workers:
+            os.kill(chance.choice(workers), signal.SIGKILL)
+            killed += 1
+    return killed
+
+
+def steps_of(folder: Path) -> tuple[float, int]:
+    """Changes whenever the run has made a step."""
+    path = folder / "metrics.jsonl"
+    return (path.stat().st_mtime, path.stat().st_size) if path.exists() else (0.0, 0)
+
+
+def run_killed(tmp_path: Path, kills: int, seed: int) -> None:
+    calm, wild = tmp_path / "calm", tmp_path / "wild"
+    undisturbed = start(elastic(4, 0), calm)
+    output, _ = undisturbed.communicate(timeout=300)
+    assert undisturbed.returncode == 0, output
+    disturbed = start(elastic(4, kills + 1), wild)
+    killed = kill_some(disturbed, wild, kills, seed)
+    output, _ = disturbed.communicate(timeout=300)
+    assert disturbed.returncode == 0, output
+    assert killed == kills, "the run was over before all kills"
+    wanted = weights(calm, tmp_path / "calm.pt")
+    found = weights(wild, tmp_path / "wild.pt")
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert losses(wild) == losses(calm)
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in found] == list(range(1, 61))  # none is missing or there twice
+    return [loss for _, loss in found]
+
+
+def test_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
+    run_killed(tmp_path, kills=2, seed=0)
+
+
+@pytest.mark.deep
+def test_twenty_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
+    run_killed(tmp_path, kills=20, seed=1)
+
+
+def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
+    calm, folder = tmp_path / "calm", tmp_path / "run"
+    assert start([sys.executable], calm, "--workers", "4").wait(timeout=120) == 0
+    process = start([sys.executable], folder, "--workers", "4", "--checkpoint-every", "1000")
+    deadline = time.monotonic() + 60
+    while steps_of(folder)[1] < 400:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped after step" in output, output
+    again = start([sys.executable], folder, "--workers", "4", "--resume")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and "going on from step" in output, output
+    assert losses(folder) == losses(calm)
+
+
+def starve(given: dict[str, Any]) -> str:
+    """Trains with hardly more memory than is already in use."""
+    trainer = Trainer(read_settings(None, given), quiet=True)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), before[1]))
+    try:
+        trainer.fit()
+    except ShardwiseError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    return "no error"
+
+
+def test_memory_that_runs_out_names_the_layer_and_a_plan_that_fits(tmp_path: Path) -> None:
+    given = {"out": str(tmp_path), "model": "vgg16_cifar", "data": "synthetic:2048x3x32x32"}
+    given |= {"num_classes": 10, "batch": 1024, "split": "f=1", "prefetch": 0}
+    messages = shared_pool(2).run(starve, given)
+    named = [text for text in messages if "out of memory in layer '" in text]
+    assert named, messages
+    assert "per worker; --memory" in named[0] and "finds one that needs" in named[0]
