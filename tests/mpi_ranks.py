@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ import pool
 import test_conformance as conformance
 from exactness import assert_exact, seeded, seeded_input
 from operators import OPERATORS
+from saving import make_plan, train_alone, train_from
 from shardwise.capture import capture
 from shardwise.comm import About, Communicator, LostPeer, communicator
 from shardwise.engine import Engine
@@ -163,6 +166,14 @@ def whole_group() -> None:
         comm.broadcast(x, root).wait()
         equal(x, numbers(root, (3, 4), torch.float32))
     assert comm.gather_objects({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+    x, parts = numbers(comm.rank, (3, 4), torch.float32).t(), None
+    for root in range(comm.size):
+        if comm.rank == root:
+            parts = [torch.empty(4, 3) for _ in range(comm.size)]
+        dist.gather(x, parts if comm.rank == root else None, root)
+        y = torch.empty(3, 4).t()
+        dist.scatter(y, parts if comm.rank == root else None, root)
+        equal(y, x)
     dist.barrier()
     strided = torch.full((4, 6), float(comm.rank)).t()
     dist.all_reduce(strided, dist.ReduceOp.AVG)
@@ -262,6 +273,16 @@ def training(ranks: Ranks, engine: Engine, optimizer: str) -> None:
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+def checkpoints(ranks: Ranks) -> None:
+    """A run that goes on under another plan ends with the weights of one device."""
+    with TemporaryDirectory() as folder:
+        for first, last, save in ((0, 4, 3), (3, 5, 5)):
+            plan = make_plan(4, seed=first)
+            states = ranks.run(train_from, Path(folder), plan, "adamw", first, last, save)
+    for name, tensor in train_alone("adamw", 5).items():
+        torch.testing.assert_close(states[0][name], tensor, rtol=1e-9, atol=1e-9)
+
+
 def cases(ranks: Ranks) -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in DTYPES:
         yield f"operation: messages of {dtype}", partial(ranks.run, messages, dtype)
@@ -285,6 +306,7 @@ def cases(ranks: Ranks) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "conformance: channels last", formats
     yield "training: SGD", partial(training, ranks, Engine("chunks", last=1), "momentum")
     yield "training: Adam", partial(training, ranks, Engine("layer"), "adam")
+    yield "training: checkpoints", partial(checkpoints, ranks)
 
 
 def main() -> None:

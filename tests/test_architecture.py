@@ -96,6 +96,16 @@ def test_data_knows_boxes_and_nothing_of_plans() -> None:
         assert imported(path) <= {"data", "box", "errors"}, path.name
 
 
+def test_no_pickle_is_read_from_a_file() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                assert not names & {"pickle", "FileSystemReader"}, path.name
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert "weights_only=True" in ast.unparse(node), path.name
+
+
 def test_public_names_exist() -> None:
     for name in shardwise.__all__:
         assert hasattr(shardwise, name)

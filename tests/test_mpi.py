@@ -58,7 +58,7 @@ def passed() -> str:
 
 
 @pytest.mark.parametrize(
-    "kind, least", [("operation", 60), ("operator", 60), ("conformance", 5), ("training", 2)]
+    "kind, least", [("operation", 60), ("operator", 60), ("conformance", 5), ("training", 3)]
 )
 def test_four_ranks_of_mpi_compute_what_one_device_computes(
     passed: str, kind: str, least: int

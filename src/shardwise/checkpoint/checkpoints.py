@@ -16,7 +16,7 @@ from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.storage import Reader, Writer
+from shardwise.checkpoint.storage import Writer
 from shardwise.comm import About, Communicator, LostPeer
 from shardwise.comm.communicator import complaint
 from shardwise.errors import ShardwiseError
@@ -110,13 +110,12 @@ class Checkpoints:
         folder = self.folders.of_step(step, self._agree(self.folders.complete))
         model.flush()
         restored = self._agree(lambda: Restoring.begin(folder, model, optimizer), alike=False)
-        reader = Reader(folder, restored.document)
         _background.submit(
             self._together,
-            f"{folder}",
+            str(folder),
             dcp.load,
             restored.pieces,
-            storage_reader=reader,
+            storage_reader=restored.reader,
             planner=LoadPlanner(),
         ).result()
         restored.finish()

@@ -95,7 +95,19 @@ class Optimizing:
                     f"{place}: optimizer.groups.{number} has other parameters than the "
                     f"optimizer: {', '.join(map(repr, other[:1])) or 'one of them twice'}"
                 )
+            own = self.optimizer.param_groups[number]
+            for key, value in there.settings.items():
+                if not _alike(own.get(key), value):
+                    raise ShardwiseError(
+                        f"{place}: optimizer.groups.{number}.settings.{key} is {value!r}, where "
+                        f"{self.kind} has {own[key]!r}"
+                    )
         named = {param.names[0]: param for param in self.params}
+        for name in saved.values:
+            if name not in named:
+                raise ShardwiseError(
+                    f"{place}: optimizer.values.{name} is of no parameter of the optimizer"
+                )
         for name, key, stored in _stored(document):
             where = f"{place}: tensors.{PREFIX}/{name}/{key}"
             if name not in named:
@@ -183,3 +195,14 @@ def _like(now: Any, value: Any) -> Any:
     if isinstance(now, torch.Tensor):
         return torch.full_like(now, value)
     return tuple(value) if isinstance(now, tuple) else value
+
+
+def _alike(now: Any, value: Any) -> bool:
+    """Whether a setting may replace the present one: numbers for numbers, words for words."""
+    if now is None or value is None:
+        return True
+    if isinstance(now, (tuple, list)):
+        return isinstance(value, list) and len(value) == len(now) and all(map(_alike, now, value))
+    if isinstance(now, (bool, str)):
+        return isinstance(value, type(now))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

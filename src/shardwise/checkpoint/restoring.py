@@ -14,6 +14,7 @@ from shardwise.checkpoint.document import NAME, Document
 from shardwise.checkpoint.optimizing import Optimizing
 from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.checkpoint.snapshot import RANDOM, random_states
+from shardwise.checkpoint.storage import Reader
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ParallelModel
 
@@ -28,6 +29,7 @@ class Restoring:
     held: list[Held]
     optimizing: Optimizing | None
     pieces: Pieces
+    reader: Reader
 
     @classmethod
     def begin(cls, folder: Path, model: ParallelModel, optimizer: Optimizer | None) -> Restoring:
@@ -51,7 +53,7 @@ class Restoring:
                     raise ShardwiseError(f"{path}: tensors.{RANDOM}{device} is no random state")
                 box = Box.whole(tuple(state.shape))
                 pieces[RANDOM + device] = Piece(box.shape, box, torch.empty_like(state))
-        return cls(path, document, model, held, optimizing, pieces)
+        return cls(path, document, model, held, optimizing, pieces, Reader(folder, document))
 
     def finish(self) -> None:
         """Puts what was read in place."""

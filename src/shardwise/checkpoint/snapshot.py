@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.box import Box
@@ -49,7 +50,8 @@ class Snapshot:
             for device, state in random_states(model).items():
                 box = Box.whole(tuple(state.shape))
                 pieces[RANDOM + device] = Piece(box.shape, box, host_copy(state))
-        names = {name: tensor.key for tensor in held for name in tensor.names}
+        keys = {name: tensor.key for tensor in held for name in tensor.names}
+        names = {name: keys[name] for name in nn.Module.state_dict(model, keep_vars=True)}
         kind = optimizing.kind
         return cls(step, _plain(progress), names, kind, groups, values, pieces)
 

@@ -166,11 +166,28 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
+def _check_files(folder: Path, document: Document) -> None:
+    """Raises where a file is shorter than it must be."""
+    sizes: dict[str, int] = {}
+    for stored in document.tensors.values():
+        for chunk in stored.chunks:
+            sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
+    for name, size in sizes.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+        if found < size:
+            raise ShardwiseError(f"{path} is {found} bytes and was {size}: it is damaged")
+
+
 class Reader(StorageReader):
     """Reads chunks, each of which must have its checksum."""
 
     def __init__(self, folder: Path, document: Document) -> None:
         self.folder = folder
+        _check_files(folder, document)
         self._chunks: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
         self._about: dict[str, TensorStorageMetadata] = {}
         for key, stored in document.tensors.items():

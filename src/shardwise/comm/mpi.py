@@ -286,16 +286,36 @@ class MPIGroup(dist.ProcessGroup):
         arrived = x.new_empty(sum(part.numel() for part in parts))
         blocks = _blocks(arrived, [part.numel() for part in parts])
         request = self._comm.Iallgatherv(_bytes(x), blocks)
-
-        def finish() -> None:
-            for part, block in zip(parts, _split_like(arrived, parts), strict=True):
-                part.copy_(block)
-
+        finish = partial(_deal, arrived, parts)
         return self._work(request, self._among("a gather"), (x, arrived), finish)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MPIWork:
         request = self._comm.Iallgatherv(_bytes(input), _blocks(output, self._numels(output, [])))
         return self._work(request, self._among("a gather"), (output, input))
+
+    def gather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
+    ) -> MPIWork:
+        x, what = input_tensors[0].contiguous(), self._among("a gather")
+        if self._comm.rank != opts.rootRank:
+            return self._work(self._comm.Igatherv(_bytes(x), None, opts.rootRank), what, x)
+        [parts] = output_tensors
+        arrived = x.new_empty(sum(part.numel() for part in parts))
+        blocks = _blocks(arrived, [part.numel() for part in parts])
+        request = self._comm.Igatherv(_bytes(x), blocks, opts.rootRank)
+        return self._work(request, what, (x, arrived), partial(_deal, arrived, parts))
+
+    def scatter(
+        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
+    ) -> MPIWork:
+        y, what = output_tensors[0], f"a part from rank {self._ranks[opts.rootRank]}"
+        twin, sent, blocks = y.contiguous(), None, None
+        if self._comm.rank == opts.rootRank:
+            [parts] = input_tensors
+            sent = torch.cat([part.reshape(-1) for part in parts])
+            blocks = _blocks(sent, [part.numel() for part in parts])
+        request = self._comm.Iscatterv(blocks, _bytes(twin), opts.rootRank)
+        return self._work(request, what, (sent, twin), _back(y, twin))
 
     def reduce_scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
@@ -401,6 +421,7 @@ def _operation(opts: Any) -> MPI.Op:
     raise ValueError(f"MPI is not asked for {opts.reduceOp}; use SUM, AVG, PRODUCT, MIN or MAX")
 
 
-def _split_like(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    blocks = flat.split([part.numel() for part in parts])
-    return [block.view(part.shape) for block, part in zip(blocks, parts, strict=True)]
+def _deal(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Consecutive elements go to the parts that they are for."""
+    for part, block in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(block.view(part.shape))
