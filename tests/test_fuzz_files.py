@@ -105,7 +105,10 @@ def test_mutated_clusters(tmp_path: Path, name: str) -> None:
 
 
 def test_mutated_traces(tmp_path: Path) -> None:
-    spans = [("conv", "forward", "compute", 0.0, 1.5, None), ("sum", "sums", "gradients", 1, 2, 0.5)]
+    spans = [
+        ("conv", "forward", "compute", 0.0, 1.5, None),
+        ("sum", "sums", "gradients", 1, 2, 0.5),
+    ]
     path = tmp_path / "trace.json"
     Trace.of_ranks([spans, spans]).save(path)
     assert fuzz(path, read_trace) > ROUNDS // 4

@@ -16,10 +16,11 @@ from shardwise.launch import num_restarts
 from shardwise.report.run import CONFIG, METRICS, PLAN, TRACE
 from shardwise.trace import Trace
 
+from .board import Board
 from .settings import Settings
 
 HOME = "runs"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
 
 
 def choose_folder(settings: Settings, comm: Communicator) -> Path:
@@ -58,9 +59,11 @@ class RunFolder:
     def __init__(self, path: Path, first: bool) -> None:
         self.path, self._first = path, first
         self._metrics: Any = None
-        self._board: Any = None
+        self._board: Board | None = None
 
-    def begin(self, settings: Settings, plan_json: str, resumed_bytes: int | None) -> None:
+    def begin(
+        self, settings: Settings, plan_json: str, step: int, resumed_bytes: int | None
+    ) -> None:
         """Writes what is known at the start; metrics go on from where a checkpoint had them."""
         if not self._first:
             return
@@ -73,11 +76,11 @@ class RunFolder:
             if self._metrics.tell() > (resumed_bytes or 0):
                 self._metrics.truncate(resumed_bytes or 0)
                 self._metrics.seek(resumed_bytes or 0)
+            self._board = Board(self.path / BOARD, step)
         except OSError as error:
             raise ShardwiseError(
                 f"the run {str(self.path)!r} cannot be written: {error.strerror}"
             ) from None
-        self._board = _tensorboard(self.path)
 
     @property
     def num_bytes(self) -> int:
@@ -86,20 +89,18 @@ class RunFolder:
 
     def add(self, **values: Any) -> None:
         """One line of metrics."""
-        if self._metrics is None:
+        if self._metrics is None or self._board is None:
             return
         line = json.dumps(values, allow_nan=False) + "\n"
         try:
             self._metrics.write(line.encode())
             self._metrics.flush()
+            numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+            self._board.add(values["step"], numbers)
         except OSError as error:
             raise ShardwiseError(
                 f"{str(self.path / METRICS)!r} cannot be written: {error.strerror}"
             ) from None
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, values["step"])
 
     def save_trace(self, trace: Trace) -> None:
         if self._first:
@@ -109,12 +110,3 @@ class RunFolder:
         for file in (self._metrics, self._board):
             if file is not None:
                 file.close()
-
-
-def _tensorboard(path: Path) -> Any:
-    """A writer for TensorBoard, where that is installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(path / "tensorboard"))

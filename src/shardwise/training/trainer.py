@@ -71,7 +71,8 @@ class Trainer:
         self.journal = Journal(self.folder, self.view)
         place = self.folder.path / CHECKPOINTS
         self.checkpoints = Checkpoints(place, settings.keep, comm=self.comm)
-        self.folder.begin(settings, self.plan.to_json(), self._go_on())
+        written = self._go_on()
+        self.folder.begin(settings, self.plan.to_json(), self.step, written)
 
     def _parallel(self, model: nn.Module, source: Source) -> ParallelModel:
         """The model on all ranks, under the plan that was asked for."""
