@@ -146,9 +146,14 @@ class Document(_Strict):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the document"
-            raise ShardwiseError(f"{path}: {place}: {first['msg']}") from None
+            raise ShardwiseError(f"{path}: {first_mistake(error)}") from None
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The field of a document that is wrong, and why."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][:8])) or "the document"
+    return f"{place}: {first['msg']}"
 
 
 def _overlap(boxes: list[Box]) -> bool:

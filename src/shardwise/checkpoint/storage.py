@@ -15,6 +15,7 @@ from uuid import uuid4
 from zlib import crc32
 
 import torch
+from pydantic import ValidationError
 from torch.distributed.checkpoint import (
     LoadPlan,
     Metadata,
@@ -32,7 +33,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.document import DTYPES, NAME, Chunk, Document, Stored, Values
+from shardwise.checkpoint.document import (
+    DTYPES,
+    NAME,
+    Chunk,
+    Document,
+    Stored,
+    Values,
+    first_mistake,
+)
 from shardwise.checkpoint.folder import StepFolders, sync, writing_to
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import ShardwiseError
@@ -99,14 +108,14 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 writes the document; the rename makes it a checkpoint."""
-        written = {result.index: result for own in results for result in own}
-        tensors = {
-            key: _stored(key, about, written)
-            for key, about in metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
-        document = self._snapshot.document(self.values, tensors)
+        document = self._document(metadata, results)
         assert self.temporary is not None
+        for name in _file_sizes(document):
+            if not (self.temporary / name).exists():
+                raise ShardwiseError(
+                    f"{self.folders} must be one folder for all hosts, and {name} has been written "
+                    "to another"
+                )
         with writing_to(self.folders):
             with (self.temporary / NAME).open("x", encoding="utf-8") as file:
                 file.write(document.to_json())
@@ -115,6 +124,20 @@ class Writer(StorageWriter):
             sync(self.folders.folder.parent)
             published = self.folders.publish(self.temporary, document.step)
         self.folders.prune(self.keep, published)
+
+    def _document(self, metadata: Metadata, results: list[list[WriteResult]]) -> Document:
+        written = {result.index: result for own in results for result in own}
+        try:
+            tensors = {
+                key: _stored(key, about, written)
+                for key, about in metadata.state_dict_metadata.items()
+                if isinstance(about, TensorStorageMetadata)
+            }
+            return self._snapshot.document(self.values, tensors)
+        except ValidationError as error:  # which could not be sent to the other ranks
+            raise ShardwiseError(
+                f"a checkpoint cannot be written to {self.folders}: {first_mistake(error)}"
+            ) from None
 
     def give_up(self) -> None:
         """Gives back the space of a checkpoint that will not be complete."""
@@ -166,13 +189,18 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
-def _check_files(folder: Path, document: Document) -> None:
-    """Raises where a file is shorter than it must be."""
+def _file_sizes(document: Document) -> dict[str, int]:
+    """How many bytes each file must have at least."""
     sizes: dict[str, int] = {}
     for stored in document.tensors.values():
         for chunk in stored.chunks:
             sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
-    for name, size in sizes.items():
+    return sizes
+
+
+def _check_files(folder: Path, document: Document) -> None:
+    """Raises where a file is shorter than it must be."""
+    for name, size in _file_sizes(document).items():
         path = folder / name
         try:
             found = path.stat().st_size
