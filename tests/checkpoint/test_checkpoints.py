@@ -19,7 +19,7 @@ from pool import shared_pool
 from saving import OPTIMIZERS, SHAPE, Net, make_plan, start, train, train_alone, train_from
 from shardwise import Config, Plan, ShardwiseError, capture, parallelize
 from shardwise.checkpoint import Checkpoints, export
-from shardwise.checkpoint.storage import Writer
+from shardwise.checkpoint.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.storage import Writer
+from shardwise.checkpoint.writer import Writer
 from shardwise.comm import About, Communicator, LostPeer
 from shardwise.comm.communicator import complaint
 from shardwise.errors import ShardwiseError

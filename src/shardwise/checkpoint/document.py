@@ -16,7 +16,6 @@ from shardwise.errors import ShardwiseError
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "shardwise checkpoint", 1
-RANDOM = "random"  # the states of random generators, by device: random/cpu
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -118,6 +117,14 @@ class Document(_Strict):
             if key not in self.tensors:
                 raise ValueError(f"names.{name}: there is no tensor {key!r}")
         return self
+
+    def file_sizes(self) -> dict[str, int]:
+        """How many bytes each file must have at least."""
+        sizes: dict[str, int] = {}
+        for stored in self.tensors.values():
+            for chunk in stored.chunks:
+                sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
+        return sizes
 
     def to_json(self) -> str:
         content = self.model_dump(mode="json")
