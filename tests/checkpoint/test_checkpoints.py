@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pool import shared_pool
 from saving import OPTIMIZERS, SHAPE, Net, make_plan, start, train, train_alone, train_from
 from shardwise import Config, Plan, ShardwiseError, capture, parallelize
 from shardwise.checkpoint import Checkpoints, export
+from shardwise.checkpoint.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]
@@ -251,6 +253,13 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
         checkpoints.save(1, model, stepper, progress)
         with pytest.raises(ShardwiseError, match="progress of a checkpoint must be JSON data"):
             checkpoints.wait()
+    deep: list[Any] = []
+    for _ in range(600):
+        deep = [deep]
+    for step, progress in ((1, {"a": deep}), (2**60, {})):
+        checkpoints.save(step, model, stepper, progress)
+        with pytest.raises(ShardwiseError, match=r"written to .*: (progress\.a|step)"):
+            checkpoints.wait()
     factored = torch.optim.Adafactor(model.parameters())
     train(model, factored, range(1))
     checkpoints.save(1, model, factored, {})
@@ -265,6 +274,36 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
         checkpoints.load(model, stepper)
     with pytest.raises(ShardwiseError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+
+
+def _save_apart(folder: Path, plan: Plan) -> str:
+    """Every rank has a disk of its own under the same name, as on hosts that share none."""
+    model, stepper = start(plan, "momentum")
+    checkpoints = Checkpoints(folder / "checkpoints")
+    own = folder / f"disk {model._shardwise.comm.rank}"
+    write = Writer.write_data
+
+    def write_apart(writer: Writer, plan: Any, planner: Any) -> Any:
+        told = Path(plan.storage_data.folder)
+        elsewhere = replace(plan.storage_data, folder=str(own / told.name))
+        rank = plan.storage_data.rank
+        return write(writer, replace(plan, storage_data=elsewhere) if rank else plan, planner)
+
+    Writer.write_data = write_apart
+    try:
+        checkpoints.save(1, model, stepper, {})
+        checkpoints.wait()
+    except ShardwiseError as error:
+        return str(error)
+    finally:
+        Writer.write_data = write
+    return ""
+
+
+def test_a_folder_that_hosts_do_not_share_is_found_out(tmp_path: Path) -> None:
+    for error in shared_pool(2).run(_save_apart, tmp_path, make_plan(2, 1)):
+        assert "must be one folder for all hosts, and rank-1.bin has been written" in error
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 # -- a full disk -----------------------------------------------------------------------------------

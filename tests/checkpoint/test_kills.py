@@ -17,7 +17,7 @@ import torch
 from pool import WorkerPool
 from saving import Net, make_plan, start, train
 from shardwise import LostPeer, Plan
-from shardwise.checkpoint import Checkpoints, storage
+from shardwise.checkpoint import Checkpoints, writer
 from shardwise.checkpoint.document import NAME, Document
 from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.folder import HIDDEN, StepFolders
@@ -36,7 +36,7 @@ class Moments:
     def __init__(self, last: int, folder: Path) -> None:
         self.left, self.folder = last, str(folder)
         sys.addaudithook(self._watch)
-        write, sync = storage._write, os.fsync
+        write, sync = writer._write, os.fsync
 
         def slow_write(file: Any, content: memoryview) -> None:
             write(file, content[: len(content) // 2])
@@ -47,7 +47,7 @@ class Moments:
             self.pass_by()
             sync(handle)
 
-        storage._write, os.fsync = slow_write, slow_sync
+        writer._write, os.fsync = slow_write, slow_sync
 
     def _watch(self, event: str, args: tuple[Any, ...]) -> None:
         if any(isinstance(a, (str, Path)) and str(a).startswith(self.folder) for a in args):

@@ -16,7 +16,7 @@ from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.storage import Writer
+from shardwise.checkpoint.writer import Writer
 from shardwise.comm import About, Communicator, LostPeer
 from shardwise.comm.communicator import complaint
 from shardwise.errors import ShardwiseError
@@ -62,6 +62,7 @@ class Checkpoints:
         `progress` is JSON data that `load` returns.
         """
         self.wait()
+        self._check_ranks(model)
         model.flush()
         taken: Snapshot | ShardwiseError
         try:
@@ -107,6 +108,7 @@ class Checkpoints:
         is restored.
         """
         self.wait()
+        self._check_ranks(model)
         folder = self.folders.of_step(step, self._agree(self.folders.complete))
         model.flush()
         restored = self._agree(lambda: Restoring.begin(folder, model, optimizer), alike=False)
@@ -122,6 +124,13 @@ class Checkpoints:
         return restored.document.progress
 
     # -- all ranks together --------------------------------------------------------------------
+
+    def _check_ranks(self, model: ParallelModel) -> None:
+        if model.plan.world != self.comm.size:
+            raise ShardwiseError(
+                f"the model runs on {model.plan.world} workers, and its checkpoints on "
+                f"{self.comm.size}; give Checkpoints the model's communicator"
+            )
 
     def _together(self, what: str, action: Callable[..., Any], pieces: Pieces, **how: Any) -> None:
         """Saves or loads on all ranks; what one of them finds wrong is raised on all."""

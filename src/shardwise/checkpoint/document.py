@@ -16,7 +16,6 @@ from shardwise.errors import ShardwiseError
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "shardwise checkpoint", 1
-RANDOM = "random"  # the states of random generators, by device: random/cpu
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -119,6 +118,14 @@ class Document(_Strict):
                 raise ValueError(f"names.{name}: there is no tensor {key!r}")
         return self
 
+    def file_sizes(self) -> dict[str, int]:
+        """How many bytes each file must have at least."""
+        sizes: dict[str, int] = {}
+        for stored in self.tensors.values():
+            for chunk in stored.chunks:
+                sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
+        return sizes
+
     def to_json(self) -> str:
         content = self.model_dump(mode="json")
         return json.dumps({**content, "crc32": _checksum(content)}) + "\n"
@@ -146,9 +153,14 @@ class Document(_Strict):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the document"
-            raise ShardwiseError(f"{path}: {place}: {first['msg']}") from None
+            raise ShardwiseError(f"{path}: {first_mistake(error)}") from None
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The field of a document that is wrong, and why."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"][:8])) or "the document"
+    return f"{place}: {first['msg']}"
 
 
 def _overlap(boxes: list[Box]) -> bool:

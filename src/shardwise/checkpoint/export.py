@@ -15,7 +15,7 @@ from shardwise.box import Box
 from shardwise.checkpoint.document import DTYPES, NAME, Document
 from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Piece
-from shardwise.checkpoint.storage import Reader
+from shardwise.checkpoint.reader import Reader
 from shardwise.errors import ShardwiseError
 
 SUBFOLDER = "checkpoints"

@@ -13,8 +13,8 @@ from shardwise.checkpoint.contents import Held, check_model, held_tensors
 from shardwise.checkpoint.document import NAME, Document
 from shardwise.checkpoint.optimizing import Optimizing
 from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.snapshot import RANDOM, random_states
-from shardwise.checkpoint.storage import Reader
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ParallelModel
 

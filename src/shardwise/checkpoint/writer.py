@@ -15,25 +15,16 @@ from uuid import uuid4
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import (
-    LoadPlan,
-    Metadata,
-    SavePlan,
-    StorageReader,
-    StorageWriter,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner
+from pydantic import ValidationError
+from torch.distributed.checkpoint import Metadata, SavePlan, StorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.document import DTYPES, NAME, Chunk, Document, Stored, Values
+from shardwise.checkpoint.document import NAME, Chunk, Document, Stored, Values, first_mistake
 from shardwise.checkpoint.folder import StepFolders, sync, writing_to
+from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import ShardwiseError
 
@@ -95,18 +86,18 @@ class Writer(StorageWriter):
                     results.append(WriteResult(item.index, len(content), about))
                     offset += len(content)
                 os.fsync(file.fileno())
-        return _done(results)
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 writes the document; the rename makes it a checkpoint."""
-        written = {result.index: result for own in results for result in own}
-        tensors = {
-            key: _stored(key, about, written)
-            for key, about in metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
-        document = self._snapshot.document(self.values, tensors)
+        document = self._document(metadata, results)
         assert self.temporary is not None
+        for name in document.file_sizes():
+            if not (self.temporary / name).exists():
+                raise ShardwiseError(
+                    f"{self.folders} must be one folder for all hosts, and {name} has been written "
+                    "to another"
+                )
         with writing_to(self.folders):
             with (self.temporary / NAME).open("x", encoding="utf-8") as file:
                 file.write(document.to_json())
@@ -115,6 +106,20 @@ class Writer(StorageWriter):
             sync(self.folders.folder.parent)
             published = self.folders.publish(self.temporary, document.step)
         self.folders.prune(self.keep, published)
+
+    def _document(self, metadata: Metadata, results: list[list[WriteResult]]) -> Document:
+        written = {result.index: result for own in results for result in own}
+        try:
+            tensors = {
+                key: _stored(key, about, written)
+                for key, about in metadata.state_dict_metadata.items()
+                if isinstance(about, TensorStorageMetadata)
+            }
+            return self._snapshot.document(self.values, tensors)
+        except ValidationError as error:  # which could not be sent to the other ranks
+            raise ShardwiseError(
+                f"a checkpoint cannot be written to {self.folders}: {first_mistake(error)}"
+            ) from None
 
     def give_up(self) -> None:
         """Gives back the space of a checkpoint that will not be complete."""
@@ -153,101 +158,3 @@ def _stored(
         )
     dtype = str(about.properties.dtype).removeprefix("torch.")
     return Stored(shape=list(about.size), dtype=dtype, chunks=chunks)
-
-
-def as_bytes(block: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in the host's memory."""
-    return block.reshape(-1).view(torch.uint8).numpy().data.cast("B")
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def _check_files(folder: Path, document: Document) -> None:
-    """Raises where a file is shorter than it must be."""
-    sizes: dict[str, int] = {}
-    for stored in document.tensors.values():
-        for chunk in stored.chunks:
-            sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
-    for name, size in sizes.items():
-        path = folder / name
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
-        if found < size:
-            raise ShardwiseError(f"{path} is {found} bytes and was {size}: it is damaged")
-
-
-class Reader(StorageReader):
-    """Reads chunks, each of which must have its checksum."""
-
-    def __init__(self, folder: Path, document: Document) -> None:
-        self.folder = folder
-        _check_files(folder, document)
-        self._chunks: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
-        self._about: dict[str, TensorStorageMetadata] = {}
-        for key, stored in document.tensors.items():
-            dtype, chunks = DTYPES[stored.dtype], []
-            for chunk in stored.chunks:
-                self._chunks[MetadataIndex(key, chunk.start)] = chunk, dtype
-                sizes = torch.Size(chunk.start), torch.Size(chunk.shape)
-                chunks.append(ChunkStorageMetadata(*sizes))
-            self._about[key] = TensorStorageMetadata(
-                TensorProperties(dtype), torch.Size(stored.shape), chunks
-            )
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(dict(self._about))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault(item.storage_index, []).append(item)
-        for index, items in wanted.items():
-            chunk = self._read(index)
-            for item in items:
-                part = chunk
-                for dim, (start, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    part = part.narrow(dim, start, length)
-                planner.resolve_tensor(item).copy_(part)
-        return _done(None)
-
-    def _read(self, index: MetadataIndex) -> torch.Tensor:
-        """A whole chunk, once it has proved to be what was written."""
-        chunk, dtype = self._chunks[index]
-        path, content = self.folder / chunk.file, torch.empty(chunk.bytes, dtype=torch.uint8)
-        try:
-            with path.open("rb") as file:
-                file.seek(chunk.offset)
-                num_bytes = file.readinto(as_bytes(content))
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
-        if num_bytes != chunk.bytes or crc32(as_bytes(content)) != chunk.crc32:
-            raise ShardwiseError(
-                f"{path} is damaged: {index.fqn} {chunk.box} does not have its checksum"
-            )
-        return content.view(dtype).view(chunk.shape)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
