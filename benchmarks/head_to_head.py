@@ -2,13 +2,13 @@
 
     python benchmarks/head_to_head.py [--models alexnet vgg16 ...] [--batches 128 32] [--rounds 3]
 
-On four emulated hosts whose links keep the ratio of P4's machines: 800 flop of a worker per byte of
-its link (--link auto measures the speed of the cores that the hosts share). Images are small, so that
-a step takes seconds; fully connected layers have their published sizes. Every round runs one step of
-each; the bound is DDP's own step without its messages. Prints the median of the steps with their
-range, the bytes that the network cards counted, the speed-up over DDP and the part of the bound.
-Aims: 90 % of the bound, or P4's factors on four nodes over DDP (8.1, 3.2 and 1.8 for AlexNet, VGG-16
-and Inception-v3) where the bound allows that; never behind DDP. Needs root.
+On four emulated hosts whose links keep the ratio of P4's machines: 800 flop of a worker per byte
+of its link (--link auto measures the speed of the cores that the hosts share). Images are small, so
+that a step takes seconds; fully connected layers have their published sizes. Every round runs one
+step of each; the bound is DDP's own step without its messages. Prints the median of the steps with
+their range, the bytes that the network cards counted, the speed-up over DDP and the part of the
+bound. Aims: 90 % of the bound, or P4's factors on four nodes over DDP (8.1, 3.2 and 1.8 for AlexNet,
+VGG-16 and Inception-v3) where the bound allows that; never behind DDP. Needs root.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def verdict(rows: list[dict[str, Any]]) -> None:
             continue
         best = row["over_ddp"] / row["of_bound"]  # what the bound allows
         print(
-            f"{row['model']}, batch {row['batch']}: {row['over_ddp']:.2f}x over DDP; P4's factor is "
-            f"{aim}x, the bound allows {best:.2f}x"
+            f"{row['model']}, batch {row['batch']}: {row['over_ddp']:.2f}x over DDP; P4's factor "
+            f"is {aim}x, the bound allows {best:.2f}x"
         )
 
 

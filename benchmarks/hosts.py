@@ -1,4 +1,4 @@
-"""What benchmarks on emulated hosts share: starting themselves there, the cluster, turns and bytes."""
+"""What benchmarks on emulated hosts share: a start there, the cluster, turns and bytes."""
 
 from __future__ import annotations
 
