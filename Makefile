@@ -4,10 +4,9 @@ TORCH := torch==2.13.0
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SCRIPTS := $(wildcard benchmarks/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-deep lint format bench clean
+.PHONY: help setup browser train test test-deep lint format bench clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +25,12 @@ train: setup  ## train a small network on two local workers
 # Workers share the cores of this machine, so each computes with one thread.
 test test-deep: export OMP_NUM_THREADS := 1
 
-test: setup  ## run the tests
+browser:  # for the tests of the report, which are skipped without one
+	@command -v chromium chromium-browser >/dev/null || \
+	  { test "$$(id -u)" = 0 && apt-get install -y -qq chromium >/dev/null 2>&1; } || \
+	  echo "no chromium: tests of the report in a browser are skipped"
+
+test: setup browser  ## run the tests
 	$(BIN)/python -m pytest
 
 test-deep: setup  ## run the tests, those that take minutes included
@@ -41,8 +45,8 @@ format: setup  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup  ## run every benchmark, one after the other
-	@for script in $(SCRIPTS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: setup  ## run every benchmark, one after the other, and write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/run.py
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf .venv build dist runs .hypothesis .pytest_cache .ruff_cache

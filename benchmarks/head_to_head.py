@@ -7,7 +7,7 @@ of its link (--link auto measures the speed of the cores that the hosts share). 
 that a step takes seconds; fully connected layers have their published sizes. Every round runs one
 step of each; the bound is DDP's own step without its messages. Prints the median of the steps with
 their range, the bytes that the network cards counted, the speed-up over DDP and the part of the
-bound. Aims: 90 % of the bound, or P4's factors on four nodes over DDP (8.1, 3.2 and 1.8 for AlexNet,
+bound. Aims: 90 % of the bound, or P4's factors on four nodes over DDP (8.1, 3.2, 1.8 for AlexNet,
 VGG-16 and Inception-v3) where the bound allows that; never behind DDP. Needs root.
 """
 

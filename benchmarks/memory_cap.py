@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, default=48)
     parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     shape = (arguments.batch, 1, *(arguments.size,) * 3)
@@ -74,6 +75,7 @@ def main() -> None:
     cap = int(arguments.share * need)
     capped, _ = Planner(costs).under(cap)
     print(f"sample parallelism needs {size(need)} a worker; the cap is {size(cap)}")
+    figures: dict[str, object] = {"cap": cap}
     for label, plan in (("sample", sample), ("capped", capped)):
         found = run_local(peak, arguments.workers, plan, shape)
         step = simulate(plan, graph, cluster, training=TRAINING).seconds
@@ -81,8 +83,11 @@ def main() -> None:
             f"{label}: predicted {size(predict(plan, costs).memory)}, measured "
             f"{', '.join(map(size, found))}; step {step:.2f} s (roofline)"
         )
+        figures[label] = {"predicted": predict(plan, costs).memory, "measured": found}
     print(f"splits under the cap: {', '.join(sorted({str(c) for c in capped.layers.values()}))}")
     print("under the cap" if max(found) <= cap else "OVER THE CAP")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
