@@ -186,13 +186,21 @@ def _round_seconds(
     lane: Communicator, peers: tuple[int, int], nbytes: int, in_a_row: int, adds: bool
 ) -> float:
     numel, (ahead, behind) = nbytes // 4, peers
-    x = torch.zeros(2 * numel)
-    one = Round((Message(ahead, 0, numel),), (Message(behind, numel, 2 * numel),), adds)
+    x = torch.zeros((in_a_row + 1) * numel)
+    # What one round brings is sent in the next, as in a sum: a round waits for the one before.
+    rounds = tuple(
+        Round(
+            (Message(ahead, turn * numel, (turn + 1) * numel),),
+            (Message(behind, (turn + 1) * numel, (turn + 2) * numel),),
+            adds,
+        )
+        for turn in range(in_a_row)
+    )
     everybody = tuple(range(lane.size))
 
     def run() -> None:
         if ahead != lane.rank:
-            lane.carry_out((one,) * in_a_row, everybody, x).wait()
+            lane.carry_out(rounds, everybody, x).wait()
 
     seconds = [_timed(lane, run) for _ in range(runs_of(nbytes) + 1)][1:]
     slowest = [max(run) for run in zip(*lane.gather_objects(seconds), strict=True)]
