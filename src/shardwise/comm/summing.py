@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from shardwise.comm.pipeline import Piece, pipeline
 from shardwise.comm.schedules import Rounds
 
-CHUNK = 1 << 19  # bytes of a piece, which is added and sent on while the next ones arrive
+CHUNK = 1 << 20  # bytes of a piece, which is added and sent on while the next ones arrive
 AHEAD = 4  # pieces that may arrive before they are wanted
 
 
@@ -118,14 +118,19 @@ class Summing:
     def _receive(self, place: int, piece: Piece) -> tuple[torch.Tensor, Any]:
         """A copy goes straight into the vector, what will be added into a buffer."""
         part = self._part(piece)
-        buffer = self.buffers[place % AHEAD][: part.numel()] if piece.adds else part
+        buffer = self._buffer(place)[: part.numel()] if piece.adds else part
         with _waiting_for(piece.peer):
             return buffer, self.group.recv([buffer], self.places[piece.peer], 0)
 
-    @cached_property
-    def buffers(self) -> torch.Tensor:
-        numel = min(CHUNK // self.vector.element_size(), self.vector.numel())
-        return torch.empty(AHEAD, numel, dtype=self.vector.dtype)
+    def _buffer(self, place: int) -> torch.Tensor:
+        numel = max(CHUNK // self.vector.element_size(), 1)
+        return _buffers(self.vector.dtype, numel, AHEAD)[place % AHEAD]
+
+
+@lru_cache(maxsize=4)
+def _buffers(dtype: torch.dtype, numel: int, count: int) -> torch.Tensor:
+    """Where pieces arrive: kept, as new memory costs more than the sum; one thread uses them."""
+    return torch.empty(count, numel, dtype=dtype)
 
 
 def _ready(to_send: deque[Piece], done: int) -> Iterator[Piece]:
