@@ -20,7 +20,7 @@ DIRECT = 256 << 10  # bytes of the largest vector that is sent whole to everybod
 MARGIN = 1.05  # how much faster than the backend's own a winner must be, to be no accident
 PROBES = 5  # of each message
 MESSAGE, NUDGE = 2 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
-NUDGES, MESSAGES = 24, 4  # in a row, so that ranks that start at different times matter little
+IN_A_ROW = {NUDGE: 24, 1 << 17: 12, MESSAGE: 4}  # messages up to a size: ranks start apart
 
 Segments = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that sum at the same time
 Way = Algorithm | None  # None: what the communicator chooses itself
@@ -164,25 +164,26 @@ class Figures:
 def measure_figures(comm: Communicator, switches: tuple[int, ...]) -> Figures:
     """Times of single rounds, in which every rank sends to one and receives from one."""
     lane = lane_of(comm, switches, [(tuple(range(comm.size)),)])
-    return figures_of(lane, [probe_messages(lane, switches) for _ in range(PROBES + 1)][1:])
+    probed = [probe_messages(lane, switches, MESSAGE) for _ in range(PROBES + 1)]
+    return figures_of(lane, probed[1:], MESSAGE)
 
 
-def probe_messages(lane: Communicator, switches: tuple[int, ...]) -> list[float]:
+def probe_messages(lane: Communicator, switches: tuple[int, ...], nbytes: int) -> list[float]:
     """Seconds of a round on this rank: small, large, large and added, and large to far ranks."""
     near, far = _neighbours(switches, lane.rank)
-    probes = ((near, NUDGE, False), (near, MESSAGE, False), (near, MESSAGE, True))
-    return [_round_seconds(lane, *probe) for probe in (*probes, (far, MESSAGE, False))]
+    probes = ((near, NUDGE, False), (near, nbytes, False), (near, nbytes, True))
+    return [_round_seconds(lane, *probe) for probe in (*probes, (far, nbytes, False))]
 
 
-def figures_of(lane: Communicator, probed: list[list[float]]) -> Figures:
+def figures_of(lane: Communicator, probed: list[list[float]], nbytes: int) -> Figures:
     """What probes of all ranks say; a round takes as long as its slowest rank."""
     slowest = np.array(lane.gather_objects(probed)).max(axis=0)
     nudge, inside, adding, across = (float(seconds) for seconds in np.median(slowest, axis=0))
     return Figures(
         nudge,
-        max(inside - nudge, 1e-12) / MESSAGE,
-        max(across - nudge, 1e-12) / MESSAGE,
-        max(adding - inside, 0.0) / MESSAGE,
+        max(inside - nudge, 1e-12) / nbytes,
+        max(across - nudge, 1e-12) / nbytes,
+        max(adding - inside, 0.0) / nbytes,
     )
 
 
@@ -203,7 +204,7 @@ def _neighbours(switches: tuple[int, ...], rank: int) -> tuple[tuple[int, int], 
 def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds: bool) -> float:
     """What one round brings is sent in the next, as in a sum: each waits for the one before."""
     numel, (ahead, behind) = nbytes // 4, peers
-    count = NUDGES if nbytes == NUDGE else MESSAGES
+    count = next((rounds for most, rounds in IN_A_ROW.items() if nbytes <= most), 4)
     x = torch.zeros((count + 1) * numel)
     rounds = tuple(
         Round(
