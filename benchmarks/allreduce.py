@@ -4,8 +4,8 @@
 
 Emulates 8 hosts, 4 on each switch, whose uplink is as fast as one host's link (4:1 oversubscribed).
 Tunes, and sums vectors of 4 KiB to 256 MiB by gloo's own all-reduce, by each of ours, and by the
-tuned choice, in turn in one run; next to the times of P5's formulas. Their alpha, beta and gamma are
-probed in the same turns, by single messages: of 1 KiB, and of the formulas' n/p (64 KiB to 2 MiB).
+tuned choice, in turn in one run; next to the times of P5's formulas. Their alpha, beta and gamma
+are probed in the same turns, by messages of 1 KiB and of the formulas' n/p (64 KiB to 2 MiB).
 Then P2's segmented sums: four segments of two ranks against one group of eight. Where the cores of
 this machine are busier than the links, the same is repeated with slower links. As root on Linux.
 Aims: round-robin numbering 1.5x faster than consecutive where bandwidth dominates; tuned nowhere
@@ -48,7 +48,7 @@ from shardwise.sum_tuning import (
 HOSTS, PER_SWITCH = 8, 4
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12, 16))
 QUICK, SLOWER = SIZES[:4], SIZES[2:4]
-WAYS = ("backend", *ALGORITHMS, None)
+WAYS: tuple[Way, ...] = ("backend", *ALGORITHMS, None)
 LABELS = ("gloo", "ring", "consecutive", "round-robin", "two-level", "tuned")
 LAYER = 4 << 20  # bytes of the weights whose gradients are summed in segments
 SMALLEST, LARGEST = 64 << 10, 2 << 20  # bytes of messages whose rate is probed

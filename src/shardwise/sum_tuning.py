@@ -20,7 +20,7 @@ DIRECT = 256 << 10  # bytes of the largest vector that is sent whole to everybod
 MARGIN = 1.05  # how much faster than the backend's own a winner must be, to be no accident
 PROBES = 5  # of each message
 MESSAGE, NUDGE = 2 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
-IN_A_ROW = {NUDGE: 24, 1 << 17: 12, MESSAGE: 4}  # messages up to a size: ranks start apart
+IN_A_ROW = {1 << 15: 48, 1 << 17: 24, 1 << 20: 12}  # messages up to a size: ranks start apart
 
 Segments = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that sum at the same time
 Way = Algorithm | None  # None: what the communicator chooses itself
@@ -141,7 +141,7 @@ def _of_all(lane: Communicator, times: dict[Way, list[float]]) -> dict[Way, list
 def _timed(lane: Communicator, function: Callable[[], None], count: int = 1) -> float:
     """Seconds of a function, the mean over some runs in a row, from when all ranks are there."""
     everybody = tuple(range(lane.size))
-    lane.all_reduce(everybody, torch.zeros(1), algorithm="direct").wait()
+    lane.all_reduce(everybody, torch.zeros(len(everybody)), algorithm="halving").wait()
     start = time.perf_counter()
     for _ in range(count):
         function()
@@ -204,7 +204,7 @@ def _neighbours(switches: tuple[int, ...], rank: int) -> tuple[tuple[int, int], 
 def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds: bool) -> float:
     """What one round brings is sent in the next, as in a sum: each waits for the one before."""
     numel, (ahead, behind) = nbytes // 4, peers
-    count = next((rounds for most, rounds in IN_A_ROW.items() if nbytes <= most), 4)
+    count = next((rounds for most, rounds in IN_A_ROW.items() if nbytes <= most), 8)
     x = torch.zeros((count + 1) * numel)
     rounds = tuple(
         Round(
