@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [--hosts 4] [--link 1gbit] [--batches 16 64] [--rounds 5]
 
-Images of 64x64, fully connected layers of 4096. Every round runs one step of each: DDP, samples
+Images of 64x64, fully connected layers of 4096. Every round runs three steps of each in a row: DDP, samples
 split without overlap, with two chunks (k found in the first rounds), with replicated gradients of
 the first two linear layers and delayed updates (P3), the same with all updates delayed (each layer
 waits for its own sum, the last layer's starts last), the planner's plan, and the bound: the same
@@ -33,10 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise import Cluster, Engine, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
+from shardwise.parallel import ParallelModel
 from shardwise.probe import measure_speeds
 from shardwise.zoo.vgg import VGG, VGG11
 
 SIZE = 64
+STEPS = 3  # that are timed together
 RECORDED = 3  # steps in a row: what one begins may end in the next
 KS = (3, 5, 7, 9)  # chunks that are tried; P3 found 9 of VGG-A's layers best
 Step = Callable[[], None]
@@ -117,16 +119,24 @@ def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
     return found
 
 
+def timed(model: nn.Module, step: Step, count: int) -> float:
+    """Seconds per step of some in a row, until nothing that they began is under way."""
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    if isinstance(model, ParallelModel):
+        model.flush()
+    return (time.perf_counter() - start) / count
+
+
 def run(batch: int, link: str, rounds: int) -> dict[str, Any]:
     """On every host: rounds of one step of each variant."""
     comm, made = Communicator(), variants(batch, link)
     times: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds + 1):
-        for name, (_, step) in made.items():
+        for name, (model, step) in made.items():
             dist.barrier()
-            start = time.perf_counter()
-            step()
-            seconds = max(comm.gather_objects(time.perf_counter() - start))
+            seconds = max(comm.gather_objects(timed(model, step, STEPS if number else 1)))
             if number:
                 times[name].append(seconds)
         if number == 1:  # the best k goes on, the others give their memory back
