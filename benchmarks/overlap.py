@@ -2,11 +2,11 @@
 
     python benchmarks/overlap.py [--hosts 4] [--link 1gbit] [--batches 16 64] [--rounds 5]
 
-Images of 64x64, fully connected layers of 4096. Every round runs three steps of each in
-a row: DDP, samples split without overlap, with two chunks (k found in the first rounds), with replicated
-gradients of the first two linear layers and delayed updates (P3), the same with all updates delayed (each layer
-waits for its own sum, the last layer's starts last), the planner's plan, and the bound: the same
-share of samples on every host with no network. Prints the median of the steps with quartiles, the
+Images of 64x64, fully connected layers of 4096. Every round runs three steps in a row of each: DDP,
+samples split without overlap, with two chunks (k found in the first rounds), with replicated
+gradients of the first two linear layers and delayed updates (P3), the same with all updates delayed
+(each layer waits for its own sum, the last layer's starts last), the planner's plan, and the bound:
+the same share of samples on every host with no network. Prints the median with quartiles, the
 speed-up over DDP, the overlap ratio R (P3) and the exposed seconds. Aims at batch 16: replicated
 gradients 2x, the planner's plan 3x faster than DDP. Needs root for the emulated network.
 """
