@@ -3,8 +3,9 @@
     python benchmarks/allreduce.py [--quick] [--json FILE]
 
 Emulates 8 hosts, 4 on each switch, whose uplink is as fast as one host's link (4:1 oversubscribed).
-Probes what a message costs, tunes, and sums vectors of 4 KiB to 256 MiB by gloo's own all-reduce,
-by each of ours, and by the tuned choice, in turn in one run; next to the times of P5's formulas.
+Tunes, and sums vectors of 4 KiB to 256 MiB by gloo's own all-reduce, by each of ours, and by the
+tuned choice, in turn in one run; next to the times of P5's formulas. Their alpha, beta and gamma
+are probed in the same turns, by messages of 1 KiB and of the formulas' n/p (64 KiB to 2 MiB).
 Then P2's segmented sums: four segments of two ranks against one group of eight. Where the cores of
 this machine are busier than the links, the same is repeated with slower links. As root on Linux.
 Aims: round-robin numbering 1.5x faster than consecutive where bandwidth dominates; tuned nowhere
@@ -33,14 +34,24 @@ from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
 from shardwise.emulate import Wiring, run_on_hosts
 from shardwise.launch import init_from_environment, launched_switches, under_launcher
 from shardwise.network import Network
-from shardwise.sum_tuning import Figures, lane_of, measure_figures, measure_sums, race
+from shardwise.sum_tuning import (
+    Figures,
+    Segments,
+    Way,
+    figures_of,
+    lane_of,
+    measure_sums,
+    probe_messages,
+    race,
+)
 
 HOSTS, PER_SWITCH = 8, 4
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12, 16))
 QUICK, SLOWER = SIZES[:4], SIZES[2:4]
-WAYS = ("backend", *ALGORITHMS, None)
+WAYS: tuple[Way, ...] = ("backend", *ALGORITHMS, None)
 LABELS = ("gloo", "ring", "consecutive", "round-robin", "two-level", "tuned")
 LAYER = 4 << 20  # bytes of the weights whose gradients are summed in segments
+SMALLEST, LARGEST = 64 << 10, 2 << 20  # bytes of messages whose rate is probed
 BANDWIDTH = 8 << 20  # bytes from which on it is bandwidth that counts
 GOAL, NOISE, AGREE = 1.5, 1.1, 0.15
 BUSY = 0.9  # of all cores' time: more, and they decide rather than the links
@@ -55,7 +66,6 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
     switches = launched_switches(comm.size)
     everybody = (tuple(range(comm.size)),)
     pairs = tuple((rank, rank + 1) for rank in range(0, comm.size, 2))
-    figures = measure_figures(comm, switches)
     tuned = [nbytes for nbytes in sizes if nbytes <= QUICK[-1]]
     count = dict(zip(sizes, runs, strict=True))
     winners = measure_sums(comm, switches, tuned, [everybody], runs=count.__getitem__)
@@ -65,7 +75,7 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
     rows = []
     for nbytes in sizes:
         start, before, idle = time.perf_counter(), time.process_time(), _idle()
-        times = race(lane, everybody, nbytes, WAYS, count[nbytes])
+        times, figures = race_and_probe(lane, everybody, switches, nbytes, count[nbytes])
         wall = time.perf_counter() - start
         own = sum(comm.gather_objects(time.process_time() - before))
         rows.append(
@@ -75,6 +85,8 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
                 "busy": 1.0 - (_idle() - idle) / wall / _cores(),
                 "own": own / wall / _cores(),
                 "winner": lane.sums.algorithm(everybody[0], nbytes),
+                "figures": vars(figures),
+                "predicted": predictions(figures, switches, nbytes),
             }
         )
     group = race(lane, everybody, LAYER, (None,), 7)[None]
@@ -82,11 +94,24 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
         nbytes: race(lane, pairs, nbytes, (None,), 7)[None] for nbytes in (LAYER // 4, LAYER)
     }
     return {
-        "figures": vars(figures),
-        "predicted": {str(n): predictions(figures, switches, n) for n in sizes},
         "rows": rows,
         "segmented": {"group": group, "split": segments[LAYER // 4], "same": segments[LAYER]},
     }
+
+
+def race_and_probe(
+    lane: Communicator, everybody: Segments, switches: tuple[int, ...], nbytes: int, runs: int
+) -> tuple[dict[Way, list[float]], Figures]:
+    """Seconds of every way to sum, and what messages cost in the same minutes."""
+    times: dict[Way, list[float]] = {way: [] for way in WAYS}
+    probed, message = [], min(max(nbytes // lane.size, SMALLEST), LARGEST)
+    warm_up = runs > 2
+    for _ in range(runs + warm_up):
+        for way, seconds in race(lane, everybody, nbytes, WAYS, 1).items():
+            times[way] += seconds
+        probed.append(probe_messages(lane, switches, message))
+    kept = {way: seconds[warm_up:] for way, seconds in times.items()}
+    return kept, figures_of(lane, probed[warm_up:], message)
 
 
 def _cores() -> int:
@@ -170,22 +195,20 @@ def _size(nbytes: int) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    figures = found["figures"]
-    print(
-        f"\n{HOSTS} hosts, {PER_SWITCH} per switch, links and uplinks of {found['link']}; probed: "
-        f"{figures['latency'] * 1e3:.2f} ms a message, {1e-6 / figures['inside']:.0f} MB/s inside, "
-        f"{1e-6 / figures['across']:.0f} MB/s across, adding {figures['adding'] * 1e9:.2f} ns/byte"
-    )
+    print(f"\n{HOSTS} hosts, {PER_SWITCH} per switch, links and uplinks of {found['link']}")
     print("median ms (spread: half the range between quartiles), and the formula's\n")
     print(f"{'':<9}" + "".join(f"{label:>20}" for label in LABELS) + "  cores busy (ours)")
     for row in found["rows"]:
         cells = [_cell(times) for times in row["seconds"].values()]
         busy = f"{row['busy']:>8.0%} ({row['own']:.0%})"
         print(f"{_size(row['bytes']):<9}" + "".join(f"{cell:>20}" for cell in cells) + busy)
-        formula = found["predicted"][str(row["bytes"])]
+        formula = row["predicted"]
         cells = [f"{1e3 * formula[label]:.1f}" if label in formula else "" for label in LABELS[:-1]]
         cells.append(row["winner"] or "")
         print(f"{'  formula':<9}" + "".join(f"{cell:>20}" for cell in cells))
+    print("\nprobed with each size:")
+    for row in found["rows"]:
+        print(f"{_size(row['bytes']):<9}{_figures(row['figures'])}")
     segmented = {name: statistics.median(times) for name, times in found["segmented"].items()}
     group, split, same = (1e3 * segmented[name] for name in ("group", "split", "same"))
     print(
@@ -195,6 +218,13 @@ def show(found: dict[str, Any]) -> None:
     )
     for line in verdicts(found):
         print(line)
+
+
+def _figures(figures: dict[str, float]) -> str:
+    return (
+        f"{figures['latency'] * 1e3:.2f} ms a message, {1e-6 / figures['inside']:.0f} MB/s inside, "
+        f"{1e-6 / figures['across']:.0f} MB/s across, adding {figures['adding'] * 1e9:.2f} ns/byte"
+    )
 
 
 def _cell(times: list[float]) -> str:
@@ -227,7 +257,7 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     text = f"tuned is up to {gains[most]:.2f}x as fast as gloo's own ({most})"
     lines.append(_verdict(gains[most] >= GOAL, text))
     for row, times in rows:
-        formula = found["predicted"][str(row["bytes"])]
+        formula = row["predicted"]
         off = {label: times[label] / seconds - 1 for label, seconds in formula.items()}
         text = ", ".join(f"{label} {error:+.0%}" for label, error in off.items())
         good = all(abs(error) <= AGREE for error in off.values())

@@ -9,7 +9,8 @@ import pytest
 
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.layout import Layout
-from shardwise.network import Network, _Ring, segments_of
+from shardwise.network import Network, Sums, _Ring, segments_of
+from shardwise.winners import Winner
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
 MB = 1e6
@@ -251,3 +252,24 @@ def test_segments_number_ranks_by_the_first_that_holds_the_same(world: int) -> N
     bounds[third : 2 * third, 0] = (5, 9)  # the last third holds nothing
     found = segments_of(Layout((9,), bounds).bounds[None])[0]
     assert found.tolist() == [0] * third + [third] * third + [-1] * third
+
+
+def test_sums_take_what_the_winners_were_measured_to_take() -> None:
+    rows = [(4, 1, 1000, 0.5), (4, 1, 3000, 1.5), (2, 2, 1000, 4.0)]
+    winners = tuple(
+        Winner(ranks=r, switches=s, bytes=n, algorithm="ring", seconds=t) for r, s, n, t in rows
+    )
+    links = (link(count=4), link("uplink", count=2))
+    cluster = Cluster(name="round", device=DEVICE, links=links, sums=winners)
+    net, plain = Network(cluster), network(*links)
+    halves = np.repeat([0, 1], 4)
+    for nbytes, seconds in ((10, 0.5), (2000, 1.0), (6000, 3.0), (0, 0.0)):
+        assert net.sum_seconds(halves, nbytes) == pytest.approx(seconds)
+    pairs = np.tile(np.arange(4), 2)  # each at both switches
+    assert net.sum_seconds(pairs, 2000) == pytest.approx(8.0)
+    everybody = one_segment(8)  # was not measured
+    assert net.sum_seconds(everybody, 2000) == plain.sum_seconds(everybody, 2000)
+    numbers = np.array([net.model(groups) for groups in (halves, pairs, everybody)])
+    nbytes = np.full(3, 2000.0)
+    found = Sums(net, np.arange(3), numbers, nbytes, np.zeros(3)).seconds()
+    assert found == pytest.approx([1.0, 8.0, plain.sum_seconds(everybody, 2000)])

@@ -107,17 +107,32 @@ def test_delayed_updates_are_exact(kind: str, num_gathered: int) -> None:
     assert_same(kind, Engine("chunks", last=num_gathered), num_gathered)
 
 
-@pytest.mark.parametrize("engine", [Engine("end"), Engine("layer"), Engine("chunks", last=2)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Engine("end"),
+        Engine("layer"),
+        Engine("chunks", last=2),
+        Engine("layer", wait="use"),
+        Engine("layer", wait="use", held=1),
+        Engine("end", wait="use", held=9),
+    ],
+)
 def test_delayed_updates_are_exact_with_every_engine(engine: Engine) -> None:
     assert_same("momentum", engine, 2)
 
 
-def test_gradients_of_several_backward_passes_add_up() -> None:
-    assert_same("momentum", Engine(), 2, accumulate=2)
+LATE = Engine("layer", wait="use", held=1)
 
 
-def test_clipped_gradients_are_not_late() -> None:
-    assert_same("adam", Engine(), 2, clip=clip_parallel)
+@pytest.mark.parametrize("engine", [Engine(), LATE], ids=lambda engine: engine.wait)
+def test_gradients_of_several_backward_passes_add_up(engine: Engine) -> None:
+    assert_same("momentum", engine, 2, accumulate=2)
+
+
+@pytest.mark.parametrize("engine", [Engine(), LATE], ids=lambda engine: engine.wait)
+def test_clipped_gradients_are_not_late(engine: Engine) -> None:
+    assert_same("adam", engine, 2, clip=clip_parallel)
 
 
 def _order() -> tuple[bool, bool, bool, bool]:

@@ -31,6 +31,7 @@ from shardwise.units import parse_rate
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 GRACE = 5.0  # seconds a process gets to end before it is killed
 MAX_HOSTS = 250
+PACKET = 80_000  # bytes: 64 KiB and the headers of all segments, with some room
 PR_SET_PDEATHSIG = 1
 
 
@@ -202,8 +203,12 @@ def _inside(pid: int, *lines: str) -> None:
 
 
 def _shape(device: str, rate: float) -> str:
-    """A token bucket that lets so many bytes a second through, and packets of 64 KiB at once."""
-    burst = max(int(rate / 500), 96 << 10)
+    """A token bucket that lets so many bytes a second through.
+
+    What an idle bucket holds passes at once, so it holds little: a packet of 64 KiB, as hosts hand
+    them to their cards, or half a millisecond, as timers may be that late.
+    """
+    burst = max(int(rate / 2000), PACKET)
     return f"tc qdisc add dev {device} root tbf rate {int(rate * 8)}bit burst {burst} latency 100ms"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+WAITS = ("backward", "step", "use")
 MODES = ("end", "layer", "chunks", "buckets")
 PARTS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)  # of the layers, that "auto" tries as first chunk
 
@@ -17,24 +18,28 @@ class Engine:
     "end": all when the backward pass is over; "layer": each as soon as it is ready; "chunks": those
     of the last k layers with weights together as soon as they are ready, the rest at the end (P3;
     "auto" finds the best k in the first steps); "buckets": whenever so many bytes are ready.
-    The backward pass waits for them, or (wait="step") each optimizer for those of its parameters:
-    until then `.grad` holds this rank's part, so leave it alone.
+    Those of the `held` last layers start when the backward pass is over, after all others: their
+    weights are wanted last in the next step. The backward pass waits for the sums, or (wait="step")
+    each optimizer for those of its parameters, or (wait="use") every layer for its own when it is
+    used again, if the optimizer is one of `shardwise.optimizer`. Until then `.grad` holds this
+    rank's part, or nothing, so leave it alone.
     """
 
     mode: str = "buckets"
     last: int | Literal["auto"] = 0
     bucket: int = 8 << 20
-    wait: Literal["backward", "step"] = "backward"
+    wait: Literal["backward", "step", "use"] = "backward"
+    held: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode!r} must be one of {', '.join(MODES)}")
-        if self.wait not in ("backward", "step"):
-            raise ValueError(f"wait {self.wait!r} must be backward or step")
+        if self.wait not in WAITS:
+            raise ValueError(f"wait {self.wait!r} must be one of {', '.join(WAITS)}")
         if isinstance(self.last, str) and self.last != "auto":
             raise ValueError(f"last {self.last!r} must be a number of layers, or auto")
-        if (self.last != "auto" and self.last < 0) or self.bucket < 1:
-            raise ValueError(f"{self}: last must be 0 or more, and bucket 1 byte or more")
+        if (self.last != "auto" and self.last < 0) or self.bucket < 1 or self.held < 0:
+            raise ValueError(f"{self}: last and held must be 0 or more, and bucket 1 byte or more")
 
     def choices(self, num_layers: int) -> list[Engine]:
         """The engines to choose from for a model with so many layers with weights."""

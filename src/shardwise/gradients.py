@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Chunk:
     """Layers whose gradients are summed together."""
 
     label: str
-    runs: frozenset[int]  # positions in the backward pass; the last one completes the chunk
+    start: int  # the position in the backward pass after which its sums start
     buffers: list[Buffer]
 
 
@@ -74,13 +75,14 @@ class GradientSums:
             sum(float(program.params[n].numels.max()) * itemsize for n in layers[position])
             for position in positions
         ]
-        chunks, start = [], 0
-        for count in engine.chunks(sizes):
-            runs = positions[start : start + count]
-            names = [name for run in runs for name in layers[run]]
-            buffers = _buffers(names, program, params, comm.rank)
-            chunks.append(Chunk(_label(names), frozenset(runs), buffers))
+        held, positions = positions[: engine.held], positions[engine.held :]
+        groups, start = [], 0
+        for count in engine.chunks(sizes[engine.held :]):
+            groups.append(positions[start : start + count])
             start += count
+        chunks = [_chunk(group, group[-1], layers, program, params, comm.rank) for group in groups]
+        end = max(last.values(), default=0)
+        chunks += [_chunk([one], end, layers, program, params, comm.rank) for one in held]
         used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
         held = {n: params[n] for n in used if program.params[n].numels[comm.rank]}
         return cls(chunks, held, comm)
@@ -118,7 +120,7 @@ class GradientSums:
     def after(self, position: int) -> None:
         """A step of the backward pass is done: starts the sums that it completes."""
         for chunk in self.chunks:
-            if position == max(chunk.runs):
+            if position == chunk.start:
                 about = About(f"the gradients of {chunk.label}", "gradients")
                 for buffer in chunk.buffers:
                     self._zero(buffer)
@@ -138,24 +140,40 @@ class GradientSums:
         for _, pending in due:
             pending.wait()
 
-    def finish(self, delayed: Late | None = None, wait: bool = True) -> Tensors:
-        """The gradients of this rank's blocks, after all sums or (wait=False) while these go on.
-        Late ones are put off further where somebody collects them."""
-        if wait:
+    def finish(self, delayed: Late | None = None, wait: str = "backward") -> Tensors:
+        """The gradients of this rank's blocks, after all sums or ("step") while these go on.
+
+        Late ones are put off further where somebody collects them, and ("use") so are all sums.
+        """
+        if wait == "backward":
             self.wait()
         if delayed is None:
             for name, gradient in self.late.take().items():
                 self.add(name, gradient)
         else:
             delayed.entries += self.late.entries
+        put_off = self._put_off(delayed) if delayed is not None and wait == "use" else frozenset()
         late, self.late = self.late.names, Late()
         alone = {n: p for n, p in self.params.items() if n not in self._views and n not in late}
         for name, param in alone.items():
             if name not in self.whole:  # a rank without samples
                 self.whole[name] = torch.zeros_like(param)
-        found = self._views | self.whole
+        views = {name: view for name, view in self._views.items() if name not in put_off}
+        found = views | self.whole
         self.written, self.whole = set(), {}
         return found
+
+    def _put_off(self, delayed: Late) -> frozenset[str]:
+        """Sums that go on become gradients that are late; in the order in which they started."""
+        names = frozenset(name for own, _ in self.pending for name in own)
+        for own, pending in self.pending:
+            delayed.entries.append((sorted(own), partial(self._arrived, sorted(own), pending)))
+        self.pending = []
+        return names
+
+    def _arrived(self, names: list[str], pending: Pending) -> list[torch.Tensor | None]:
+        pending.wait()
+        return [self._views[name] for name in names]
 
 
 class Choice:
@@ -206,6 +224,18 @@ class Late:
                 if gradient is not None:
                     found[name] = found[name] + gradient if name in found else gradient
         return found
+
+
+def _chunk(
+    positions: list[int],
+    start: int,
+    layers: Mapping[int, list[str]],
+    program: Program,
+    params: Mapping[str, torch.Tensor],
+    rank: int,
+) -> Chunk:
+    names = [name for position in positions for name in layers[position]]
+    return Chunk(_label(names), start, _buffers(names, program, params, rank))
 
 
 def _label(names: list[str]) -> str:

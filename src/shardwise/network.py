@@ -13,6 +13,7 @@ from math import inf
 import numpy as np
 
 from shardwise.cluster import Cluster, Link
+from shardwise.winners import Measured, measured, seconds_of
 
 ALGORITHMS = 4  # the most that are compared for one sum
 
@@ -102,6 +103,14 @@ class _Model:
     sums: tuple[tuple[float, float], ...]  # one per algorithm
     scatter: tuple[float, float]
     copies: float  # bytes moved per byte of a block
+    measured: tuple[Measured, ...] = ()  # one per kind of segment, where sums were measured
+
+    def seconds(self, nbytes: np.ndarray) -> np.ndarray:
+        """What was measured, of the slowest kind of segment, else the best algorithm's time."""
+        if self.measured:
+            return np.max([seconds_of(table, nbytes) for table in self.measured], axis=0)
+        times = [fixed + per_byte * nbytes for fixed, per_byte in self.sums]
+        return np.min(times, axis=0) if times else np.zeros(nbytes.shape)
 
     @property
     def row(self) -> list[float]:
@@ -159,11 +168,10 @@ class Network:
         """The time in which every segment sums a block of so many bytes, all segments at once.
 
         `segments` numbers the segment of each rank (-1: none). The best algorithm counts: the ring,
-        recursive halving and doubling with near or far partners first (P5), or two levels of rings.
+        recursive halving and doubling with near or far partners first (P5), or two levels of rings;
+        where the cluster's winners were measured, their times count.
         """
-        models = self._models[self.model(segments)].sums
-        times = [fixed + per_byte * nbytes for fixed, per_byte in models]
-        return min(times, default=0.0)
+        return float(self._models[self.model(segments)].seconds(np.asarray(nbytes, dtype=float)))
 
     def sum_bytes(self, segments: np.ndarray, nbytes: float) -> float:
         """The bytes that a sum moves in all: each rank sends its block nearly twice."""
@@ -205,7 +213,20 @@ class Network:
             return _Model((), (0.0, 0.0), 0.0)
         share = 1.0 if self._highest(ring).link.staged else 1.0 - 1.0 / ring.sizes
         copies = float((2.0 * share * np.ones(len(ring.ranks))).sum())
-        return _Model(tuple(self._algorithms(ring)), self._scatter(ring), copies)
+        tables = self._measured(ring)
+        return _Model(tuple(self._algorithms(ring)), self._scatter(ring), copies, tables)
+
+    def _measured(self, ring: _Ring) -> tuple[Measured, ...]:
+        """The winners' times for every kind of segment; none unless all kinds were measured."""
+        if not (winners := self.cluster.sums):
+            return ()
+        switches = np.array(self.cluster.switches)[ring.ranks]
+        pairs = np.unique(np.stack([ring.segments, switches]), axis=1)
+        names, spans = np.unique(pairs[0], return_counts=True)
+        size_of = dict(zip(ring.segments.tolist(), ring.sizes.tolist(), strict=True))
+        kinds = {(size_of[name], span) for name, span in zip(names.tolist(), spans, strict=True)}
+        tables = [measured(winners, size, int(span)) for size, span in sorted(kinds)]
+        return tuple(tables) if all(tables) else ()
 
     def _scatter(self, ring: _Ring) -> tuple[float, float]:
         if (level := self._highest(ring)).link.staged:
@@ -360,7 +381,12 @@ class Sums:
         """See Network.sum_seconds."""
         models = self.network.rows[self.models]
         fixed, per_byte = models[:, :ALGORITHMS], models[:, ALGORITHMS : 2 * ALGORITHMS]
-        return (fixed + per_byte * self.nbytes[:, None]).min(axis=1)
+        seconds = (fixed + per_byte * self.nbytes[:, None]).min(axis=1)
+        for number in np.unique(self.models) if self.network.cluster.sums else ():
+            if (model := self.network._models[number]).measured:
+                mask = self.models == number
+                seconds[mask] = model.seconds(self.nbytes[mask])
+        return seconds
 
     def bytes(self) -> np.ndarray:
         """See Network.sum_bytes."""

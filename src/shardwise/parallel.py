@@ -253,6 +253,8 @@ class ParallelModel(nn.Module):
                 gradient = gradient[program.boxes[name].slices_in(whole)]
             parts[name] = parts[name] + gradient if name in parts else gradient
         self._wait_for_sums()  # of a step before, whose buffers are used again
+        if state.settle is not None and state.choice.engine.wait == "use":
+            state.settle(None)
         trainable = self._trainable()
         params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
         # Gradients of an earlier backward pass lie where those of this one will be put.
@@ -260,10 +262,11 @@ class ParallelModel(nn.Module):
         begin = time.perf_counter()
         sums = state.gradient_sums(program, params)
         inputs = runtime.backward(parts, params, sums)
-        now = state.choice.engine.wait == "backward" or bool(before) or not state.choice.decided
-        for name, gradient in sums.finish(state.late if state.settle else None, now).items():
+        at_once = bool(before) or not state.choice.decided
+        wait = "backward" if at_once else state.choice.engine.wait
+        for name, gradient in sums.finish(state.late if state.settle else None, wait).items():
             params[name].grad = gradient.add_(before[name]) if name in before else gradient
-        if not now:
+        if wait != "backward":
             state.unfinished = sums
             _unfinished.add(self)
         state.choice.note(time.perf_counter() - begin)

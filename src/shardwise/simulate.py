@@ -341,8 +341,10 @@ class _Gradients:
 
     simulator: _Simulator
     pending: dict[bytes, tuple[np.ndarray, float]] = field(default_factory=dict)
+    held: dict[bytes, tuple[np.ndarray, float]] = field(default_factory=dict)  # for the end
     names: list[str] = field(default_factory=list)
     layers: int = 0
+    summed: int = 0
     spans: list[tuple[str, np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -364,8 +366,10 @@ class _Gradients:
             layout = simulator.program.params[name]
             segments = segments_of(layout.bounds[None])[0]
             nbytes = float(layout.numels.max()) * simulator.training.itemsize
-            known = self.pending.get(segments.tobytes(), (segments, 0.0))
-            self.pending[segments.tobytes()] = (segments, known[1] + nbytes)
+            pending = self.held if self.summed < simulator.engine.held else self.pending
+            known = pending.get(segments.tobytes(), (segments, 0.0))
+            pending[segments.tobytes()] = (segments, known[1] + nbytes)
+        self.summed += not op.gathers
         self.names.append(op.local.layer.name)
         total = sum(nbytes for _, nbytes in self.pending.values())
         if simulator.engine.flushes(self.layers, total):
@@ -403,6 +407,8 @@ class _Gradients:
     def finish(self) -> None:
         """The optimizer waits for all sums."""
         simulator = self.simulator
+        self._flush()
+        self.pending, self.names = self.held, ["the last layers"]
         self._flush()
         clock = simulator.clock
         for name, start, end in self.spans:

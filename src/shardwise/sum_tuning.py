@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardwise.comm import Communicator, Sums
@@ -17,8 +18,9 @@ LANE = "sums"
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # bytes: 4 KiB to 16 MiB
 DIRECT = 256 << 10  # bytes of the largest vector that is sent whole to everybody
 MARGIN = 1.05  # how much faster than the backend's own a winner must be, to be no accident
+PROBES = 5  # of each message
 MESSAGE, NUDGE = 2 << 20, 1 << 10  # bytes of a message whose rate, whose latency counts
-NUDGES, MESSAGES = 8, 3  # in a row, as those of a sum: its start counts once
+IN_A_ROW = {1 << 15: 48, 1 << 17: 24, 1 << 20: 12}  # messages up to a size: ranks start apart
 
 Segments = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that sum at the same time
 Way = Algorithm | None  # None: what the communicator chooses itself
@@ -63,6 +65,11 @@ def ways(nbytes: int) -> list[Algorithm]:
 def runs_of(nbytes: int) -> int:
     """Small sums vary more, and take less time."""
     return 15 if nbytes <= 1 << 17 else 7 if nbytes <= 1 << 21 else 3
+
+
+def in_a_row(nbytes: int) -> int:
+    """Ranks start some milliseconds apart: of small sums, several are timed together."""
+    return 8 if nbytes <= 1 << 17 else 4 if nbytes <= 1 << 21 else 1
 
 
 def measure_sums(
@@ -113,11 +120,13 @@ def race(
     x = torch.zeros(max(nbytes // 4, 1))
     times: dict[Way, list[float]] = {way: [] for way in ways}
     warm_up = 1 if runs > 2 else 0
+
+    def sum_once(way: Way) -> None:
+        lane.all_reduce(own, x, algorithm=way).wait()
+
     for _ in range(runs + warm_up):
         for way in ways:
-            times[way].append(
-                _timed(lane, lambda way=way: lane.all_reduce(own, x, algorithm=way).wait())
-            )
+            times[way].append(_timed(lane, lambda way=way: sum_once(way), in_a_row(nbytes)))
     return {
         way: [max(run) for run in zip(*every, strict=True)][warm_up:]
         for way, every in _of_all(lane, times).items()
@@ -129,13 +138,14 @@ def _of_all(lane: Communicator, times: dict[Way, list[float]]) -> dict[Way, list
     return {way: [own[way] for own in every] for way in times}
 
 
-def _timed(lane: Communicator, function: Callable[[], None]) -> float:
-    """Seconds from when all ranks are there."""
+def _timed(lane: Communicator, function: Callable[[], None], count: int = 1) -> float:
+    """Seconds of a function, the mean over some runs in a row, from when all ranks are there."""
     everybody = tuple(range(lane.size))
-    lane.all_reduce(everybody, torch.zeros(1), algorithm="direct").wait()
+    lane.all_reduce(everybody, torch.zeros(len(everybody)), algorithm="halving").wait()
     start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    for _ in range(count):
+        function()
+    return (time.perf_counter() - start) / count
 
 
 # -- the figures -----------------------------------------------------------------------------------
@@ -154,17 +164,26 @@ class Figures:
 def measure_figures(comm: Communicator, switches: tuple[int, ...]) -> Figures:
     """Times of single rounds, in which every rank sends to one and receives from one."""
     lane = lane_of(comm, switches, [(tuple(range(comm.size)),)])
-    near, far = _neighbours(switches, comm.rank)
-    nudge = _round_seconds(lane, near, NUDGE, NUDGES, adds=False)
-    inside, adding, across = (
-        _round_seconds(lane, peers, MESSAGE, MESSAGES, adds)
-        for peers, adds in ((near, False), (near, True), (far, False))
-    )
+    probed = [probe_messages(lane, switches, MESSAGE) for _ in range(PROBES + 1)]
+    return figures_of(lane, probed[1:], MESSAGE)
+
+
+def probe_messages(lane: Communicator, switches: tuple[int, ...], nbytes: int) -> list[float]:
+    """Seconds of a round on this rank: small, large, large and added, and large to far ranks."""
+    near, far = _neighbours(switches, lane.rank)
+    probes = ((near, NUDGE, False), (near, nbytes, False), (near, nbytes, True))
+    return [_round_seconds(lane, *probe) for probe in (*probes, (far, nbytes, False))]
+
+
+def figures_of(lane: Communicator, probed: list[list[float]], nbytes: int) -> Figures:
+    """What probes of all ranks say; a round takes as long as its slowest rank."""
+    slowest = np.array(lane.gather_objects(probed)).max(axis=0)
+    nudge, inside, adding, across = (float(seconds) for seconds in np.median(slowest, axis=0))
     return Figures(
         nudge,
-        max(inside - nudge, 1e-12) / MESSAGE,
-        max(across - nudge, 1e-12) / MESSAGE,
-        max(adding - inside, 0.0) / MESSAGE,
+        max(inside - nudge, 1e-12) / nbytes,
+        max(across - nudge, 1e-12) / nbytes,
+        max(adding - inside, 0.0) / nbytes,
     )
 
 
@@ -182,18 +201,23 @@ def _neighbours(switches: tuple[int, ...], rank: int) -> tuple[tuple[int, int], 
     return near, (rows[(row + 1) % len(rows)][column], rows[row - 1][column])
 
 
-def _round_seconds(
-    lane: Communicator, peers: tuple[int, int], nbytes: int, in_a_row: int, adds: bool
-) -> float:
+def _round_seconds(lane: Communicator, peers: tuple[int, int], nbytes: int, adds: bool) -> float:
+    """What one round brings is sent in the next, as in a sum: each waits for the one before."""
     numel, (ahead, behind) = nbytes // 4, peers
-    x = torch.zeros(2 * numel)
-    one = Round((Message(ahead, 0, numel),), (Message(behind, numel, 2 * numel),), adds)
+    count = next((rounds for most, rounds in IN_A_ROW.items() if nbytes <= most), 8)
+    x = torch.zeros((count + 1) * numel)
+    rounds = tuple(
+        Round(
+            (Message(ahead, turn * numel, (turn + 1) * numel),),
+            (Message(behind, (turn + 1) * numel, (turn + 2) * numel),),
+            adds,
+        )
+        for turn in range(count)
+    )
     everybody = tuple(range(lane.size))
 
     def run() -> None:
         if ahead != lane.rank:
-            lane.carry_out((one,) * in_a_row, everybody, x).wait()
+            lane.carry_out(rounds, everybody, x).wait()
 
-    seconds = [_timed(lane, run) for _ in range(runs_of(nbytes) + 1)][1:]
-    slowest = [max(run) for run in zip(*lane.gather_objects(seconds), strict=True)]
-    return statistics.median(slowest) / in_a_row
+    return _timed(lane, run) / count

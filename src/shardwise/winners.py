@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import log
 from typing import Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 # The backend's own all-reduce; whole vectors to everybody; and the schedules of shardwise.comm.
@@ -48,3 +49,22 @@ def fastest(
     if not known:
         return None
     return min(known, key=lambda w: abs(log(w.bytes / max(nbytes, 1)))).algorithm
+
+
+Measured = tuple[tuple[int, float], ...]  # bytes and seconds of winners, by rising bytes
+
+
+def measured(winners: Sequence[Winner], num_ranks: int, num_switches: int) -> Measured:
+    """What sums in groups of this kind were measured to take; empty where none was measured."""
+    known = [w for w in winners if (w.ranks, w.switches) == (num_ranks, num_switches)]
+    return tuple(sorted((w.bytes, w.seconds) for w in known))
+
+
+def seconds_of(table: Measured, nbytes: np.ndarray) -> np.ndarray:
+    """The seconds of sums, on straight lines between what was measured.
+
+    Smaller sums take as long as the smallest, larger ones as long per byte as the largest.
+    """
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*table, strict=True))
+    beyond = np.maximum(nbytes / sizes[-1], 1.0)
+    return np.where(nbytes > 0, np.interp(nbytes, sizes, seconds) * beyond, 0.0)

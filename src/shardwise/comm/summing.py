@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from shardwise.comm.schedules import Message, Round, Rounds
+from shardwise.comm.pipeline import Piece, pipeline
+from shardwise.comm.schedules import Rounds
 
-CHUNK = 1 << 20  # bytes that are added while the next ones arrive
-AHEAD = 2  # chunks that may arrive before they are added
-
-Chunks = list[tuple[int, torch.Tensor]]  # with the peer that each goes to or comes from
+CHUNK = 1 << 20  # bytes of a piece, which is added and sent on while the next ones arrive
+AHEAD = 4  # pieces that may arrive before they are wanted
 
 
 class Interrupted(RuntimeError):
@@ -87,55 +87,56 @@ class Summing:
     vector: torch.Tensor  # flat; the sum replaces it
     group: Any  # a process group
     places: Mapping[int, int]  # of the peers inside the process group
-    sent: list[tuple[int, Any]] = field(default_factory=list)
 
     def run(self, rounds: Rounds) -> None:
-        for one in rounds:
-            self._round(one)
+        """Receives are posted ahead, so that peers may send at once; sends leave as they may."""
+        stream = pipeline(rounds, max(CHUNK // self.vector.element_size(), 1))
+        to_post, to_send = enumerate(stream.receives), deque(stream.sends)
+        posted = deque(self._receive(*next_) for next_ in islice(to_post, AHEAD))
+        sent = [self._send(piece) for piece in _ready(to_send, 0)]
+        for done, piece in enumerate(stream.receives, start=1):
+            buffer, work = posted.popleft()
+            with _waiting_for(piece.peer):
+                work.wait()
+            if piece.adds:
+                self._part(piece).add_(buffer)
+            posted += (self._receive(*next_) for next_ in islice(to_post, 1))
+            sent += [self._send(piece) for piece in _ready(to_send, done)]
         # Only now: what was sent stays as it is until its receiver answers with the sum.
-        for peer, work in self.sent:
+        for peer, work in sent:
             with _waiting_for(peer):
                 work.wait()
 
-    def _round(self, one: Round) -> None:
-        """Receives are posted first, so that peers may send at once."""
-        chunks = self._chunks(one.receives, one.adds)
-        ahead = AHEAD if one.adds else len(chunks)
-        arriving = deque(
-            self._receive(chunks, place, one.adds) for place in range(len(chunks[:ahead]))
-        )
-        for peer, part in self._chunks(one.sends, one.adds):
-            with _waiting_for(peer):
-                self.sent.append((peer, self.group.send([part], self.places[peer], 0)))
-        for place, (peer, part) in enumerate(chunks):
-            buffer, work = arriving.popleft()
-            with _waiting_for(peer):
-                work.wait()
-            if one.adds:
-                part.add_(buffer)
-            if place + ahead < len(chunks):
-                arriving.append(self._receive(chunks, place + ahead, one.adds))
+    def _part(self, piece: Piece) -> torch.Tensor:
+        return self.vector[piece.start : piece.stop]
 
-    def _receive(self, chunks: Chunks, place: int, adds: bool) -> tuple[torch.Tensor, Any]:
+    def _send(self, piece: Piece) -> tuple[int, Any]:
+        with _waiting_for(piece.peer):
+            work = self.group.send([self._part(piece)], self.places[piece.peer], 0)
+        return piece.peer, work
+
+    def _receive(self, place: int, piece: Piece) -> tuple[torch.Tensor, Any]:
         """A copy goes straight into the vector, what will be added into a buffer."""
-        peer, part = chunks[place]
-        buffer = self.buffers[place % AHEAD][: part.numel()] if adds else part
-        with _waiting_for(peer):
-            return buffer, self.group.recv([buffer], self.places[peer], 0)
+        part = self._part(piece)
+        buffer = self._buffer(place)[: part.numel()] if piece.adds else part
+        with _waiting_for(piece.peer):
+            return buffer, self.group.recv([buffer], self.places[piece.peer], 0)
 
-    def _chunks(self, messages: Sequence[Message], adds: bool) -> Chunks:
-        """What is added goes in chunks, cut alike at both ends; copies go whole."""
-        found = []
-        for message in messages:
-            part = self.vector[message.start : message.stop]
-            cut = part.split(CHUNK // part.element_size()) if adds else (part,)
-            found += [(message.peer, chunk) for chunk in cut]
-        return found
+    def _buffer(self, place: int) -> torch.Tensor:
+        numel = max(CHUNK // self.vector.element_size(), 1)
+        return _buffers(self.vector.dtype, numel, AHEAD)[place % AHEAD]
 
-    @cached_property
-    def buffers(self) -> torch.Tensor:
-        numel = min(CHUNK // self.vector.element_size(), self.vector.numel())
-        return torch.empty(AHEAD, numel, dtype=self.vector.dtype)
+
+@lru_cache(maxsize=4)
+def _buffers(dtype: torch.dtype, numel: int, count: int) -> torch.Tensor:
+    """Where pieces arrive: kept, as new memory costs more than the sum; one thread uses them."""
+    return torch.empty(count, numel, dtype=dtype)
+
+
+def _ready(to_send: deque[Piece], done: int) -> Iterator[Piece]:
+    """Takes the pieces that may be sent after so many receives; the order stays."""
+    while to_send and to_send[0].after <= done:
+        yield to_send.popleft()
 
 
 @contextmanager
