@@ -167,6 +167,8 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._global = tuple(dist.get_process_group_ranks(group))
         self._backend = dist.get_backend(group)
+        if timeout is None:  # groups of lanes wait as long as the group that they belong to
+            self.timeout = _timeout_of(group or dist.group.WORLD)
 
     def name_of(self, rank: int) -> int:
         """The number of a rank of this group among all processes."""
@@ -400,6 +402,15 @@ class Communicator:
         if any(other != twin.sums for other in self.gather_objects(twin.sums)):
             raise ShardwiseError("ranks were given clusters with different measurements of sums")
         return twin
+
+
+def _timeout_of(group: Any) -> float | None:
+    """Seconds, where the backend says; torch's groups do not take it over from one another."""
+    try:
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:

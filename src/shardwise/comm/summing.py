@@ -1,7 +1,7 @@
 """Carries out all-reduce schedules over point-to-point messages, in a thread of its own.
 
-The thread takes jobs first in, first out. Every rank must start the sums that it shares with others
-in the same order, on process groups on which nothing else sends messages.
+Sums run one after the other, first in, first out. Every rank must start the sums that it shares
+with others in the same order, on process groups on which nothing else sends messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import islice
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -34,50 +33,67 @@ class Interrupted(RuntimeError):
         self.peers = (peer,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A sum under way, with the methods of torch's work."""
 
-    future: Future[None]
+    function: Callable[[], None]
+    runner: Runner
+    future: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
+        """Returns when it is done; whoever waits lends a hand rather than wait for a thread."""
+        self.runner.work_off(self)
         self.future.result()
 
     def get_future(self) -> Future[None]:
         return self.future
 
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
 
-class Thread:
-    """Runs functions one after the other; started when there is something to do."""
+
+class Runner:
+    """Runs jobs one after the other, in a thread that starts when there is something to do."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[Rounds], None], Rounds, Future[None]]] = (
-            SimpleQueue()
-        )
+        self._jobs: deque[Job] = deque()
+        self._at_work = threading.Lock()  # whoever has it runs the next job
+        self._wake = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
-    def start(self, function: Callable[[Rounds], None], rounds: Rounds) -> Job:
+    def start(self, function: Callable[[], None]) -> Job:
         if self._thread is None:
             # A daemon: a process that ends does not wait for peers that will not come.
             self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
-        self._jobs.put((function, rounds, future))
-        return Job(future)
+        job = Job(function, self)
+        self._jobs.append(job)
+        self._wake.release()
+        return job
 
     def _run(self) -> None:
         while True:
-            function, rounds, future = self._jobs.get()
-            try:
-                function(rounds)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del function, future  # the vector may go while the thread waits
+            self._wake.acquire()
+            self.work_off()
+
+    def work_off(self, until: Job | None = None) -> None:
+        """Runs what is there, first in, first out: the next job, or all up to this one."""
+        while until is None or not until.future.done():
+            with self._at_work:
+                if not self._jobs or (until is not None and until.future.done()):
+                    return
+                self._jobs.popleft().run()
+            if until is None:
+                return
 
 
-THREAD = Thread()
+RUNNER = Runner()
 
 
 @dataclass
@@ -149,4 +165,4 @@ def _waiting_for(peer: int) -> Iterator[None]:
 
 def start_sum(vector: torch.Tensor, rounds: Rounds, group: Any, places: Mapping[int, int]) -> Job:
     """Replaces a flat vector in the host's memory by its sum over a group, in our own thread."""
-    return THREAD.start(Summing(vector, group, places).run, rounds)
+    return RUNNER.start(partial(Summing(vector, group, places).run, rounds))
