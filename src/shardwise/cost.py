@@ -70,6 +70,7 @@ class Training:
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
     output: str = "full"  # every rank gets the whole output, or "local": its part
     gradients: bool = True  # False: inference only
+    statistics: str = "global"  # of norms; "local": each rank its own, as other systems have it
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +166,10 @@ class _Judge:
         partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
         seconds[partial.places] += passes * partial.scatter_seconds()
         moved[partial.places] += passes / 2 * partial.bytes()
-        sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
-        seconds[sums.places] += passes * sums.seconds()
-        moved[sums.places] += passes * sums.bytes()
+        if self.parent.training.statistics == "global":
+            sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
+            seconds[sums.places] += passes * sums.seconds()
+            moved[sums.places] += passes * sums.bytes()
         return seconds, moved
 
     def _update(self) -> tuple[np.ndarray, np.ndarray]:
