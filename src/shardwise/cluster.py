@@ -94,6 +94,7 @@ class Link(BaseModel):
     bandwidth: Rate  # bytes/s of one child's port, each way; of the whole medium where shared
     shared: bool = False  # one medium for all children of a group
     staged: bool = False  # tensors are put together in the host's memory: own parts cross too
+    adding: Rate | None = None  # where staged: bytes/s of gradients that are added up per port
     oversubscription: Ratio = 1.0  # how much slower a child's port is when all want it
     sum_latency: Seconds | None = None  # measured for all-reduce, where it was measured
     sum_bandwidth: Rate | None = None

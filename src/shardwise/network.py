@@ -230,7 +230,9 @@ class Network:
             return [(link.sum_latency or 0.0, share / link.sum_bandwidth)]
         if link.staged:
             amounts = level.per_unit(np.bincount(ring.ranks, minlength=self.world).astype(float))
-            return [(2.0 * link.latency, 2.0 * float(level.seconds(amounts, amounts)))]
+            crossing = float(level.seconds(amounts, amounts))
+            added = 0.0 if link.adding is None else crossing * link.rate / link.adding
+            return [(2.0 * link.latency, 2.0 * crossing + added)]
         known = {
             "ring": self._ring(ring),
             "round-robin": self._halving(ring, near_first=True),
