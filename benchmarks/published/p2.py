@@ -83,11 +83,7 @@ def hybrid(graph: LayerGraph, groups: int, case: dict[str, Any]) -> Plan:
 def segmented(gpus: int, segments: int = 8) -> dict[str, float]:
     """How much faster a layer's sum is when disjoint groups sum a part each."""
     rings = cluster(CLUSTER).model_copy(update={"schedules": ("ring",)}).with_workers(gpus)
-    instant = tuple(link.model_copy(update={"latency": 0.0}) for link in rings.links)
-    found = {}
-    for label, machines in (("", rings), ("-bytes", rings.model_copy(update={"links": instant}))):
-        net = Network(machines)
-        whole = net.sum_seconds(np.zeros(gpus, dtype=np.int64), WEIGHTS)
-        part = net.sum_seconds(np.arange(gpus) % segments, WEIGHTS / segments)
-        found[f"segmented-{segments}{label}"] = whole / part
-    return found
+    net = Network(rings)
+    whole = net.sum_seconds(np.zeros(gpus, dtype=np.int64), WEIGHTS)
+    part = net.sum_seconds(np.arange(gpus) % segments, WEIGHTS / segments)
+    return {f"segmented-{segments}": whole / part}

@@ -20,7 +20,13 @@ GPUS = 16
 BATCH = 512
 NETWORKS = ("alexnet", "vgg16", "inception_v3")
 TRAINING = Training(states=0, output="local", statistics="local")
-TABLE_3 = {"n16": {"n": 16}, "n8": {"n": 8}, "n4": {"n": 4}, "h2w2": {"h": 2, "w": 2}, "n2": {"n": 2}}
+TABLE_3 = {
+    "n16": {"n": 16},
+    "n8": {"n": 8},
+    "n4": {"n": 4},
+    "h2w2": {"h": 2, "w": 2},
+    "n2": {"n": 2},
+}
 
 
 def run(quick: bool = False) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -70,7 +70,8 @@ class Training:
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
     output: str = "full"  # every rank gets the whole output, or "local": its part
     gradients: bool = True  # False: inference only
-    statistics: str = "global"  # of norms; "local": each rank its own, as other systems have it
+    # Of norms; "local": each rank its own, as in other systems that are simulated.
+    statistics: Literal["global", "local"] = "global"
 
 
 @dataclass(frozen=True, eq=False)
