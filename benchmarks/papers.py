@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published import p2, p3, p4, p5
-from published.figures import GOAL, Result
 from rich.console import Console
 
 import shardwise
+from published import p2, p3, p4, p5
+from published.figures import GOAL, Result
 
 PAPERS = {"p2": p2.run, "p3": p3.run, "p4": p4.run, "p5": p5.run}
 

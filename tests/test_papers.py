@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import papers
 import pytest
+
+import papers
 from published import p2, p3, p4, p5
 from published.figures import HERE, Figure, Paper
 from published.machines import alone, cluster, network, paced
-
 from shardwise import Plan, simulate
 from shardwise.cost import Training
 
