@@ -226,8 +226,9 @@ def too_large(workers: int, edge: int) -> dict[str, Any]:
     costs = Costs(graph, Cluster.load("local").with_workers(1), training=TRAINING)
     limit = predict(one, costs).memory // 2
     split = Plan.uniform(graph, h=2, w=workers // 2)
-    (free,) = run_local(train, 1, None, edge, None)
-    (alone,) = run_local(train, 1, None, edge, limit)
+    # Two ranks that know nothing of each other: one alone would be this process itself.
+    free, _ = run_local(train, 2, None, edge, None)
+    alone, _ = run_local(train, 2, None, edge, limit)
     parts = run_local(train, workers, split, edge, limit)
     print(f"\none volume of {edge}^3, at most {size(limit)} for what a rank trains with")
     print(f"one rank: {alone if isinstance(alone, str) else 'trained, LIMIT NOT ENFORCED'}")
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=48)
     parser.add_argument("--share", type=float, default=0.2, help="of a core, for each host")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--edge", type=int, default=64, help="of the volume that is too large")
+    parser.add_argument("--edge", type=int, default=80, help="of the volume that is too large")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--groups", nargs="*", default=[], help=argparse.SUPPRESS)
