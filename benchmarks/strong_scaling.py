@@ -1,4 +1,4 @@
-"""Strong scaling beyond the batch (P2): two volumes on 2, 4 and 8 hosts, and one too large for a host.
+"""Strong scaling beyond the batch (P2): two volumes on 2, 4 and 8 hosts, one too large for a rank.
 
     python benchmarks/strong_scaling.py [--hosts 2 4 8] [--link 1gbit] [--size 48] [--share 0.2]
 
