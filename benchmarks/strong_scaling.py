@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def limit_cpu(group: Path, share: float) -> None:
 def groups(count: int) -> Iterator[list[Path]]:
     """Control groups that are removed in the end; their processes have ended by then."""
     made: list[Path] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that they go then too
     try:
         for host in range(count):
             made.append(cpu_group(f"shardwise-{os.getpid()}-{host}"))
