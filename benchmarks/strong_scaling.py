@@ -56,14 +56,14 @@ def cpu_group(name: str) -> Path:
     return group
 
 
-def limit_cpu(group: Path, share: float) -> None:
-    """From now on this process may use so much of a core."""
-    quota = int(share * PERIOD)
+def limit_cpu(group: Path, share: float | None) -> None:
+    """From now on this process may use so much of a core, or (None) all that there is."""
+    quota = None if share is None else int(share * PERIOD)
     if (group / "cpu.cfs_quota_us").exists():
         (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-        (group / "cpu.cfs_quota_us").write_text(str(quota))
+        (group / "cpu.cfs_quota_us").write_text("-1" if quota is None else str(quota))
     else:
-        (group / "cpu.max").write_text(f"{quota} {PERIOD}")
+        (group / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD}")
     (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -131,13 +131,13 @@ def machines(comm: Communicator, link: str) -> Cluster:
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=update)})
 
 
-def plans(comm: Communicator, link: str, edge: int) -> dict[str, Plan]:
+def plans(comm: Communicator, cluster: Cluster, edge: int) -> dict[str, Plan]:
     x, _ = volumes(BATCH, edge)
     graph, hosts = capture(zoo.build("unet3d"), x), comm.size
     found = {"samples": Plan.uniform(graph, hosts, n=min(BATCH, hosts))}
     if hosts > BATCH:
         found["samples, height"] = Plan.uniform(graph, hosts, n=BATCH, h=hosts // BATCH)
-        made = shardwise.plan(graph, cluster=machines(comm, link), training=TRAINING)
+        made = shardwise.plan(graph, cluster=cluster, training=TRAINING)
         found["planned"] = Plan.from_json(comm.gather_objects(made.to_json())[0])
     return found
 
@@ -145,12 +145,15 @@ def plans(comm: Communicator, link: str, edge: int) -> dict[str, Plan]:
 def worker(arguments: argparse.Namespace) -> None:
     """On every host: rounds of one step of each plan."""
     rank = int(os.environ["RANK"])
-    limit_cpu(Path(arguments.groups[rank]), arguments.share)
     init_from_environment()
     torch.set_num_threads(1)
-    comm = Communicator()
-    chosen = plans(comm, arguments.link, arguments.size)
+    comm, group = Communicator(), Path(arguments.groups[rank])
+    limit_cpu(group, arguments.share)
+    cluster = machines(comm, arguments.link)
+    limit_cpu(group, None)  # planning is no part of a step
+    chosen = plans(comm, cluster, arguments.size)
     steps = {name: stepper(plan, BATCH, arguments.size) for name, plan in chosen.items()}
+    limit_cpu(group, arguments.share)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(arguments.rounds + 1):
         for name, step in steps.items():
