@@ -162,6 +162,61 @@ def test_the_best_algorithm_counts() -> None:
     assert len(winners) > 1
 
 
+def test_the_latency_of_a_ring_adds_up_hop_by_hop() -> None:
+    hosts = network(link(count=4, latency=1e-5), link("uplink", count=3, latency=1e-3))
+    ring = _Ring.of(one_segment(12))
+    assert ring is not None
+    around = 9 * 1e-5 + 3 * 1e-3  # three hops inside each host, and one to the next
+    assert hosts._ring(ring)[0] == pytest.approx(2 * 11 / 12 * around)
+
+
+def test_the_slowest_of_several_rings_counts() -> None:
+    hosts = network(link(count=2, latency=1e-5), link("uplink", count=3, latency=1e-3))
+    ring = _Ring.of(np.array([0, 0, 1, 2, 1, 2]))  # one inside a host, two across
+    assert ring is not None
+    assert hosts._ring(ring)[0] == pytest.approx(2 * 1 / 2 * 2 * 1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "halving", "round-robin", "two-level"])
+def test_a_cluster_may_have_one_way_to_sum(schedule: str) -> None:
+    free, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
+    ring = _Ring.of(segments)
+    assert ring is not None
+    models = {
+        "ring": free._ring(ring),
+        "halving": free._halving(ring, near_first=False),
+        "round-robin": free._halving(ring, near_first=True),
+        "two-level": free._two_levels(ring),
+    }
+    only = Network(free.cluster.model_copy(update={"schedules": (schedule,)}))
+    fixed, per_byte = models[schedule] or (0.0, 0.0)
+    assert only.sum_seconds(segments, MB) == pytest.approx(fixed + per_byte * MB)
+
+
+def test_where_the_only_way_to_sum_does_not_apply_there_is_the_ring() -> None:
+    flat = network(link(count=6, latency=1e-4))
+    only = Network(flat.cluster.model_copy(update={"schedules": ("halving",)}))
+    expected = 2 * 5 * (1e-4 + MB / 6 / 1e9)
+    assert only.sum_seconds(one_segment(6), MB) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "halving", "two-level"])
+def test_additions_take_time_in_every_sum(schedule: str) -> None:
+    free = supernodes(8, 4, 1e-5, 1e-9, 4e-9).cluster.model_copy(update={"schedules": (schedule,)})
+    slow = free.model_copy(update={"device": DEVICE.model_copy(update={"adding": 2e9})})
+    times = [Network(c).sum_seconds(one_segment(8), MB) for c in (free, slow)]
+    assert times[1] - times[0] == pytest.approx(7 / 8 * MB / 2e9)  # P5: (p - 1) / p of n
+
+
+def test_a_host_adds_every_copy_of_a_staged_sum() -> None:
+    host = link("host", count=4, shared=True, staged=True, bandwidth=2e9, adding=1e9)
+    expected = 2 * 4 * MB / 2e9 + 4 * MB / 1e9
+    assert network(host).sum_seconds(one_segment(4), MB) == pytest.approx(expected)
+    nodes = [link("pcie", count=2, staged=True), link("net", count=2, staged=True, adding=5e8)]
+    expected = 2 * 2 * MB / 1e9 + 2 * MB / 5e8  # two ranks behind the port of each node
+    assert network(*nodes).sum_seconds(one_segment(4), MB) == pytest.approx(expected)
+
+
 def test_a_measured_sum_is_believed() -> None:
     measured = link(count=4, latency=1.0, sum_latency=2e-3, sum_bandwidth=5e8)
     segments = one_segment(4)

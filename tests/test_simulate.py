@@ -212,6 +212,18 @@ def test_statistics_block_in_the_middle_of_a_norm_both_ways() -> None:
     assert trace.exposed == near([2 * statistics + summing] * 2)
 
 
+def test_local_statistics_cost_no_communication() -> None:
+    layers = {"a": nn.Conv2d(1, 125, 1, bias=False), "norm": nn.BatchNorm2d(125, affine=False)}
+    graph = chain(torch.zeros(2, 1, 2, 2), **layers)
+    timer, own = Fixed({"norm": (2.0, 4.0)}), Training(output="local", statistics="local")
+    plan = Plan.uniform(graph, n=2)
+    trace = simulate(plan, graph, cluster(2, latency=0.5), timer, own, END)
+    assert not spans(trace, "statistics")
+    assert trace.seconds == near(2.0 + 4.0 + 2 * 0.5 + 125 * 4 / 1000)
+    rows = {row.layer: row for row in predict(plan, Costs(graph, cluster(2), timer, own)).rows}
+    assert rows["norm"].transfer == rows["norm"].moved == 0
+
+
 def test_the_slowest_rank_delays_the_statistics_of_all() -> None:
     norm = nn.BatchNorm2d(125, affine=False)
     graph = chain(torch.zeros(2, 1, 2, 2), a=nn.Conv2d(1, 125, 1, bias=False), norm=norm)

@@ -27,7 +27,7 @@ from pydantic import (
 
 from shardwise.errors import ShardwiseError
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
-from shardwise.winners import Winner, check_winners
+from shardwise.winners import Schedule, Winner, check_winners
 
 PRESETS = Path(__file__).parent / "clusters"
 MAX_WORKERS = 1_000_000
@@ -80,6 +80,7 @@ class Device(BaseModel):
     memory_bandwidth: Rate  # bytes/s
     memory: Size  # bytes a worker may use
     launch: Seconds = 0.0  # seconds to start one operator
+    adding: Rate | None = None  # bytes/s of gradients that it adds up in a sum (P5's 1/gamma)
     name: str = ""  # what the measured times of its layers are kept under, where there are any
 
 
@@ -93,6 +94,7 @@ class Link(BaseModel):
     bandwidth: Rate  # bytes/s of one child's port, each way; of the whole medium where shared
     shared: bool = False  # one medium for all children of a group
     staged: bool = False  # tensors are put together in the host's memory: own parts cross too
+    adding: Rate | None = None  # where staged: bytes/s of gradients that are added up per port
     oversubscription: Ratio = 1.0  # how much slower a child's port is when all want it
     sum_latency: Seconds | None = None  # measured for all-reduce, where it was measured
     sum_bandwidth: Rate | None = None
@@ -119,6 +121,7 @@ class Cluster(BaseModel):
     links: tuple[Link, ...] = Field(min_length=1)
     workers: Count | None = None
     sums: tuple[Winner, ...] = ()  # the fastest measured way to sum, by group and size
+    schedules: tuple[Schedule, ...] = ()  # the only ways to sum that are predicted; () for all
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:

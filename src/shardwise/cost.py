@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -70,6 +70,8 @@ class Training:
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
     output: str = "full"  # every rank gets the whole output, or "local": its part
     gradients: bool = True  # False: inference only
+    # Of norms; "local": each rank its own, as in other systems that are simulated.
+    statistics: Literal["global", "local"] = "global"
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +167,10 @@ class _Judge:
         partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
         seconds[partial.places] += passes * partial.scatter_seconds()
         moved[partial.places] += passes / 2 * partial.bytes()
-        sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
-        seconds[sums.places] += passes * sums.seconds()
-        moved[sums.places] += passes * sums.bytes()
+        if self.parent.training.statistics == "global":
+            sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
+            seconds[sums.places] += passes * sums.seconds()
+            moved[sums.places] += passes * sums.bytes()
         return seconds, moved
 
     def _update(self) -> tuple[np.ndarray, np.ndarray]:

@@ -82,10 +82,15 @@ class Layout:
 
     def overlaps(self, other: Layout) -> np.ndarray:
         """Elements of my rank r's box inside other's rank q's box; int64 [world, world]."""
-        mine, theirs = self.bounds[:, None], other.bounds[None, :]
-        starts = np.maximum(mine[..., 0], theirs[..., 0])
-        stops = np.minimum(mine[..., 1], theirs[..., 1])
-        return np.maximum(stops - starts, 0).prod(axis=-1)
+        found = np.ones((self.world, other.world), dtype=np.int64)
+        for dim in range(self.bounds.shape[1]):  # of 2,048 ranks all dims at once take a gigabyte
+            mine, theirs = self.bounds[:, dim], other.bounds[:, dim]
+            if (mine == mine[0]).all() and (theirs == theirs[0]).all():
+                mine, theirs = mine[:1], theirs[:1]  # nobody splits this dim
+            sizes = np.minimum.outer(mine[:, 1], theirs[:, 1])
+            sizes -= np.maximum.outer(mine[:, 0], theirs[:, 0])
+            found *= np.maximum(sizes, 0, out=sizes)
+        return found
 
     @cached_property
     def is_partition(self) -> bool:

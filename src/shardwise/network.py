@@ -251,14 +251,24 @@ class Network:
             return [(link.sum_latency or 0.0, share / link.sum_bandwidth)]
         if link.staged:
             amounts = level.per_unit(np.bincount(ring.ranks, minlength=self.world).astype(float))
-            return [(2.0 * link.latency, 2.0 * float(level.seconds(amounts, amounts)))]
-        models = [
-            self._ring(ring),
-            self._halving(ring, near_first=True),
-            self._halving(ring, near_first=False),
-            self._two_levels(ring),
-        ]
-        return [model for model in models if model is not None]
+            crossing = float(level.seconds(amounts, amounts))
+            added = 0.0 if link.adding is None else crossing * link.rate / link.adding
+            return [(2.0 * link.latency, 2.0 * crossing + added)]
+        known = {
+            "ring": self._ring(ring),
+            "round-robin": self._halving(ring, near_first=True),
+            "halving": self._halving(ring, near_first=False),
+            "two-level": self._two_levels(ring),
+        }
+        allowed = self.cluster.schedules or tuple(known)
+        models = [known[name] for name in allowed if known[name] is not None]
+        added = self._added(ring)
+        return [(fixed, byte + added) for fixed, byte in models or [known["ring"]]]
+
+    def _added(self, ring: _Ring) -> float:
+        """The time per byte of a block in which a rank adds the others' parts (P5's gamma)."""
+        rate = self.cluster.device.adding
+        return 0.0 if rate is None else (1.0 - 1.0 / ring.size) / rate
 
     def _highest(self, ring: _Ring) -> Level:
         """The outermost level that any segment crosses."""
@@ -281,9 +291,21 @@ class Network:
         return np.array([latency, seconds])
 
     def _ring(self, ring: _Ring) -> tuple[float, float]:
-        step = self._step(ring.ranks, ring.next, 1.0 / ring.sizes)
-        latency, seconds = 2 * (ring.size - 1) * step
-        return latency, seconds
+        _, seconds = self._step(ring.ranks, ring.next, 1.0 / ring.sizes)
+        return self._rounds(ring), 2 * (ring.size - 1) * seconds
+
+    def _rounds(self, ring: _Ring) -> float:
+        """The latency of nearly twice around the slowest ring, hop by hop.
+
+        What a rank sends waits for what its neighbour sent before, so latencies add up along the
+        ring: those of few hops between hosts, and of many inside.
+        """
+        hops = np.zeros(len(ring.ranks))
+        for level in self.levels:
+            crossing = level.units[ring.ranks] != level.units[ring.next]
+            hops[crossing] = level.link.latency
+        _, place = np.unique(ring.segments, return_inverse=True)
+        return float(np.bincount(place, 2.0 * hops * (1.0 - 1.0 / ring.sizes)).max())
 
     def _halving(self, ring: _Ring, near_first: bool) -> tuple[float, float] | None:
         if (ring.sizes != ring.size).any() or ring.size & (ring.size - 1):

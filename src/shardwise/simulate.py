@@ -120,7 +120,7 @@ class _Simulator:
             )
         seconds = self.times[layer.name][0 if forward else 1]
         start, kind = self.clock.copy(), "forward" if forward else "backward"
-        if op.sums is not None:
+        if op.sums is not None and self.training.statistics == "global":
             half = start + seconds / 2
             self._span(layer.name, kind, "compute", start, half)
             done = self._sum(op.sums.source, half, STATISTICS)

@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-# The backend's own all-reduce; whole vectors to everybody; and the schedules of shardwise.comm.
-Algorithm = Literal["backend", "direct", "ring", "halving", "round-robin", "two-level"]
+# The schedules of shardwise.comm; the backend's own all-reduce, and whole vectors to everybody.
+Schedule = Literal["ring", "halving", "round-robin", "two-level"]
+Algorithm = Literal["backend", "direct", Schedule]
 
 
 class Winner(BaseModel):

@@ -1,0 +1,1 @@
+"""The tables and figures of the papers, computed again by the planner and the simulator."""
