@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hosts import Step, machines, on_hosts, take_turns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
+from hosts import Step, machines, on_hosts, take_turns
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.comm import Communicator
 from shardwise.probe import measure_speeds
