@@ -17,12 +17,9 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,10 +28,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise import Cluster, Engine, Plan, capture, init_from_environment, parallelize
+from hosts import machines, on_hosts
+from shardwise import Engine, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
 from shardwise.parallel import ParallelModel
-from shardwise.probe import measure_speeds
 from shardwise.zoo.vgg import VGG, VGG11
 
 SIZE = 64
@@ -66,19 +63,6 @@ def stepper(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
-
-
-def machines(comm: Communicator, link: str) -> Cluster:
-    """The emulated hosts, with the speed that computation has on all of them at once."""
-    speeds = comm.gather_objects(measure_speeds(comm))
-    cluster = Cluster.load(f"{comm.size}x{link.replace('gbit', 'Gb').replace('mbit', 'Mb')}")
-    device = cluster.device.model_copy(
-        update={
-            "flops": statistics.median(s.flops for s in speeds),
-            "memory_bandwidth": statistics.median(s.memory_bandwidth for s in speeds),
-        }
-    )
-    return cluster.model_copy(update={"device": device})
 
 
 def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
@@ -198,14 +182,9 @@ def main() -> None:
         return
     rows = []
     for batch in arguments.batches:
-        with TemporaryDirectory() as folder:
-            out = Path(folder) / "found.json"
-            command = [sys.executable, __file__, "--worker", "--batches", str(batch)]
-            command += ["--link", arguments.link, "--rounds", str(arguments.rounds)]
-            emulate = [sys.executable, "-m", "shardwise", "emulate"]
-            emulate += ["--hosts", str(arguments.hosts), "--link", arguments.link, "--"]
-            subprocess.run([*emulate, *command, "--json", str(out)], check=True)
-            rows += show(batch, json.loads(out.read_text()))
+        options = ["--batches", str(batch), "--rounds", str(arguments.rounds)]
+        found = on_hosts(__file__, arguments.hosts, arguments.link, options)
+        rows += show(batch, found)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2))
 

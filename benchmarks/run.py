@@ -33,6 +33,8 @@ BENCHMARKS: dict[str, tuple[float, tuple[str, ...]]] = {
     "overlap": (6, ()),
     "allreduce": (5, ()),
     "head_to_head": (25, ()),
+    "strong_scaling": (10, ()),
+    "papers": (11, ()),
     "loader": (2, ()),
     "checkpoint": (3, ()),
     "kernels": (20, ()),

@@ -20,24 +20,22 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import shardwise
+from hosts import machines, on_hosts, take_turns
 from shardwise import Cluster, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.cost import Costs, Training
 from shardwise.planner import predict, size
-from shardwise.probe import measure_speeds
 
 BATCH = 2
 CLASSES = 3
@@ -120,17 +118,6 @@ def stepper(plan: Plan | None, batch: int, edge: int) -> Step:
 # -- batch 2 on more hosts -------------------------------------------------------------------------
 
 
-def machines(comm: Communicator, link: str) -> Cluster:
-    """The emulated hosts, with the speed that computation has on all of them at once."""
-    speeds = comm.gather_objects(measure_speeds(comm))
-    cluster = Cluster.load(f"{comm.size}x{link.replace('gbit', 'Gb').replace('mbit', 'Mb')}")
-    update = {
-        name: statistics.median(getattr(speed, name) for speed in speeds)
-        for name in ("flops", "memory_bandwidth")
-    }
-    return cluster.model_copy(update={"device": cluster.device.model_copy(update=update)})
-
-
 def plans(comm: Communicator, cluster: Cluster, edge: int) -> dict[str, Plan]:
     x, _ = volumes(BATCH, edge)
     graph, hosts = capture(zoo.build("unet3d"), x), comm.size
@@ -154,15 +141,8 @@ def worker(arguments: argparse.Namespace) -> None:
     chosen = plans(comm, cluster, arguments.size)
     steps = {name: stepper(plan, BATCH, arguments.size) for name, plan in chosen.items()}
     limit_cpu(group, arguments.share)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(arguments.rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            seconds = max(comm.gather_objects(time.perf_counter() - start))
-            if number:
-                times[name].append(seconds)
+    turns = take_turns(comm, steps, arguments.rounds)
+    times = {name: own["seconds"] for name, own in turns.items()}
     splits = {name: sorted({str(c) for c in p.layers.values()}) for name, p in chosen.items()}
     if rank == 0:
         arguments.json.write_text(json.dumps({"times": times, "splits": splits}))
@@ -170,16 +150,12 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def on_hosts(hosts: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    with TemporaryDirectory() as folder, groups(hosts) as made:
-        out = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--worker", "--json", str(out)]
-        command += ["--link", arguments.link, "--size", str(arguments.size)]
-        command += ["--share", str(arguments.share), "--rounds", str(arguments.rounds)]
-        command += ["--groups", *map(str, made)]
-        emulate = [sys.executable, "-m", "shardwise", "emulate", "--hosts", str(hosts)]
-        subprocess.run([*emulate, "--link", arguments.link, "--", *command], check=True)
-        return json.loads(out.read_text())
+def measured(hosts: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    options = ["--size", str(arguments.size), "--rounds", str(arguments.rounds)]
+    options += ["--share", str(arguments.share)]
+    with groups(hosts) as made:
+        options += ["--groups", *map(str, made)]
+        return on_hosts(__file__, hosts, arguments.link, options)
 
 
 def scaling(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -189,7 +165,7 @@ def scaling(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows, base = [], 0.0
     for hosts in arguments.hosts:
-        found = on_hosts(hosts, arguments)
+        found = measured(hosts, arguments)
         for name, own in found["times"].items():
             low, median, high = statistics.quantiles(own, n=4)
             base = base or median

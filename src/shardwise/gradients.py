@@ -98,7 +98,6 @@ class GradientSums:
         """A part of a parameter's gradient; a shared parameter has several."""
         view = self._views.get(name)
         if view is None:
-            gradient = gradient.to(self.params[name].dtype)  # layers may compute in another
             self.whole[name] = self.whole[name] + gradient if name in self.whole else gradient
         elif name in self.written:
             view.add_(gradient)
@@ -149,7 +148,7 @@ class GradientSums:
             self.wait()
         if delayed is None:
             for name, gradient in self.late.take().items():
-                self.add(name, gradient)
+                self.add(name, gradient.to(self.params[name].dtype))  # layers may use another
         else:
             delayed.entries += self.late.entries
         put_off = self._put_off(delayed) if delayed is not None and wait == "use" else frozenset()
