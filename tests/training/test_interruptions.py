@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,31 @@ SETTINGS = {
 WORDS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """A test that fails half way ends what it has started."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            for worker in workers_of(process.pid):
+                os.kill(worker, signal.SIGKILL)
+            process.kill()
+            process.wait()
+    STARTED.clear()
+
+
 def start(launcher: list[str], folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [*launcher, "-m", "shardwise", "train", "--out", str(folder), "--no-report"]
     command += [*WORDS, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    STARTED.append(process)
+    return process
 
 
 def elastic(world: int, restarts: int) -> list[str]:
