@@ -30,7 +30,7 @@ from shardwise import zoo
 from shardwise.accelerate import TunedConv2d
 from shardwise.kernels import library, run, tuner
 from shardwise.kernels.base import KeptColumns
-from shardwise.kernels.tuner import Choice
+from shardwise.kernels.run import Choice
 
 NETWORKS = {  # samples per step
     "vgg16_cifar": 64,

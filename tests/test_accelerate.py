@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 import shardwise.cli
 from shardwise.accelerate import TunedConv2d, convolutions
-from shardwise.kernels.tuner import Choice
+from shardwise.kernels.run import Choice
 
 CHOICES = [
     Choice("base", "base", "base"),

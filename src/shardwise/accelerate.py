@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from shardwise.kernels import tuner
 from shardwise.kernels.norm import FusedBatchNorm2d
+from shardwise.kernels.ops import convolve
+from shardwise.kernels.run import Choice
 from shardwise.kernels.shape import ConvShape, shape_of
-from shardwise.kernels.tuner import MEMORY_BYTES, Choice, Tuner
+from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
 from shardwise.stored import copy_structure
 from shardwise.units import parse_size
 
@@ -28,11 +30,8 @@ class TunedConv2d(nn.Conv2d):
         if self.choice.stock or input.ndim != 4:
             y = super().forward(input)
             return functional.relu(y, inplace=True) if self.relu else y
-        names = (self.choice.fwd, self.choice.dx, self.choice.dw)
-        how = (self.stride, self.padding, self.dilation)
-        return torch.ops.shardwise.conv(
-            input, self.weight, self.bias, *how, self.groups, *names, self.relu
-        )
+        how = (self.stride, self.padding, self.dilation, self.groups)
+        return convolve(input, self.weight, self.bias, how, self.choice, self.relu)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

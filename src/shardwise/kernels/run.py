@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,18 @@ INEXACT = ("winograd2", "winograd4")  # more rounding than a plain sum of produc
 persistent = True  # P1's PM: workspaces stay allocated between calls
 
 Settings = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+
+
+class Choice(NamedTuple):
+    """The kernel of each direction."""
+
+    fwd: str = STOCK
+    dx: str = STOCK
+    dw: str = STOCK
+
+    @property
+    def stock(self) -> bool:
+        return self == (STOCK, STOCK, STOCK)
 
 
 def kernels_for(direction: str) -> tuple[str, ...]:
@@ -138,11 +151,11 @@ def _same(x: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _dense(t: torch.Tensor, last: bool) -> torch.Tensor:
-    return t.detach().contiguous(memory_format=memory_format(last))
+    return t.contiguous(memory_format=memory_format(last))
 
 
 def _plain(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.detach().contiguous()
+    return None if t is None else t.contiguous()
 
 
 assert set(KERNELS) == set(DIRECTIONS)

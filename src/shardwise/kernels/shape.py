@@ -98,3 +98,11 @@ def channels_last(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def memory_format(last: bool) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
+
+
+def is_eager(*tensors: torch.Tensor | None) -> bool:
+    """Whether these are plain tensors and nothing traces, transforms or watches operators."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    return plain and not torch._C._len_torch_dispatch_stack()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from shardwise.kernels import run
 from shardwise.kernels.native import DIRECTIONS
-from shardwise.kernels.run import STOCK, Settings, kernels_for
+from shardwise.kernels.ops import convolve
+from shardwise.kernels.run import STOCK, Choice, Settings, kernels_for
 from shardwise.kernels.shape import ConvShape, memory_format, shape_of
 from shardwise.kernels.winners import Times, Winners, fits
 
@@ -20,19 +20,6 @@ ROUNDS = 3
 HOPELESS = 2.0  # times slower than the best: not timed again
 LARGE = 500_000_000  # operations: worth a trial on a few samples first
 MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The kernel of each direction."""
-
-    fwd: str = STOCK
-    dx: str = STOCK
-    dw: str = STOCK
-
-    @property
-    def stock(self) -> bool:
-        return (self.fwd, self.dx, self.dw) == (STOCK, STOCK, STOCK)
 
 
 class Tuner:
@@ -195,9 +182,8 @@ def convolution(
 
     x, w: any number of spatial dimensions; only two have kernels of ours.
     """
-    shape = None
+    shape, pairs = None, tuple(map(tuple, (stride, padding, dilation)))
     if x.ndim == 4 and (_tuning or tuner().winners.seconds):
-        pairs = tuple(map(tuple, (stride, padding, dilation)))
         shape = shape_of(x, w, *pairs, groups)  # type: ignore[arg-type]
     choice = Choice()
     if shape is not None:
@@ -205,5 +191,4 @@ def convolution(
     if choice.stock:
         zeros = [0] * (x.ndim - 2)
         return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
-    names = (choice.fwd, choice.dx, choice.dw)
-    return torch.ops.shardwise.conv(x, w, bias, stride, padding, dilation, groups, *names, False)
+    return convolve(x, w, bias, (*pairs, groups), choice, False)  # type: ignore[arg-type]
