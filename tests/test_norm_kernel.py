@@ -8,7 +8,10 @@ import random
 import pytest
 import torch
 
-from shardwise.kernels.norm import FusedBatchNorm2d, batch_norm
+from shardwise.kernels import native
+from shardwise.kernels.norm import BatchNorm, FusedBatchNorm2d
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
 
 def random_images(rng: random.Random) -> torch.Tensor:
@@ -34,7 +37,7 @@ def fused(stock: torch.nn.BatchNorm2d, relu: bool) -> FusedBatchNorm2d:
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
 def test_it_equals_float64_on_random_images(relu: bool, affine: bool) -> None:
-    rng = random.Random(int(relu) + 2 * int(affine))
+    rng, before = random.Random(int(relu) + 2 * int(affine)), torch.get_num_threads()
     torch.manual_seed(0)
     for _ in range(60):
         x = random_images(rng)
@@ -45,6 +48,7 @@ def test_it_equals_float64_on_random_images(relu: bool, affine: bool) -> None:
             torch.nn.init.normal_(stock.weight)
             torch.nn.init.normal_(stock.bias)
         twin, stock = fused(stock, relu), stock.double()
+        torch.set_num_threads(rng.randint(1, 3))
         dy = torch.randn_like(x)
         results = []
         for module, dtype in ((twin, x.dtype), (stock, torch.float64)):
@@ -60,6 +64,7 @@ def test_it_equals_float64_on_random_images(relu: bool, affine: bool) -> None:
         for ours, truth in zip(*results, strict=True):
             error = (ours.double() - truth.double()).abs().max()
             assert error <= limit * (1 + truth.abs().max()), (x.shape, x.dtype)
+    torch.set_num_threads(before)
 
 
 def test_evaluation_and_odd_inputs_are_torch_s_own() -> None:
@@ -71,16 +76,28 @@ def test_evaluation_and_odd_inputs_are_torch_s_own() -> None:
         twin.train()(torch.randn(1, 3, 1, 1))
 
 
-def test_the_operator_keeps_the_rules_of_torch() -> None:
-    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.shardwise.batch_norm.default, (x, weight, weight, 1e-5, False))
-    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
+def test_gradients_of_first_and_second_order_are_right() -> None:
+    x, weight, bias = (
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 4, 5), 3, 3)
+    )
     for relu in (False, True):
-        inputs = (x, weight, bias)
 
         def function(*t: torch.Tensor, relu: bool = relu) -> torch.Tensor:
-            return batch_norm(*t, relu=relu)[0]
+            return BatchNorm.apply(*t, (None, None, 0.0), 1e-5, relu)  # type: ignore[return-value]
 
-        assert torch.autograd.gradcheck(function, inputs)
-        assert torch.autograd.gradgradcheck(function, inputs)
+        assert torch.autograd.gradcheck(function, (x, weight, bias))
+        assert torch.autograd.gradgradcheck(function, (x, weight, bias))
+
+
+def test_export_and_compile_see_torch_s_operators() -> None:
+    net, x = torch.nn.Sequential(fused(torch.nn.BatchNorm2d(3), True)), torch.randn(2, 3, 4, 4)
+    exported = torch.export.export(net, (x,))
+    assert "batch_norm" in str(exported.graph) and "relu" in str(exported.graph)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_parameters_of_another_precision_are_torch_s_to_take_or_refuse() -> None:
+    stock = torch.nn.BatchNorm2d(3)
+    twin, x = fused(stock, False), torch.randn(2, 3, 4, 4, dtype=torch.bfloat16)
+    torch.testing.assert_close(twin(x), stock(x))

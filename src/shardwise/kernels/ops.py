@@ -78,7 +78,9 @@ def convolve(
     """The operator, or the same without the dispatcher where that does."""
     if is_eager(x, w, bias):
         return Convolution.apply(x, w, bias, settings, choice, relu)  # type: ignore[return-value]
-    return torch.ops.shardwise.conv(x, w, bias, *map(list, settings[:3]), settings[3], *choice, relu)
+    return torch.ops.shardwise.conv(
+        x, w, bias, *map(list, settings[:3]), settings[3], *choice, relu
+    )
 
 
 class Convolution(torch.autograd.Function):
@@ -98,8 +100,11 @@ class Convolution(torch.autograd.Function):
         (x, w, *y), settings, choice = ctx.saved_tensors, ctx.settings, ctx.choice
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         dy = torch.ops.aten.threshold_backward(dy, y[0], 0) if y else dy
-        dx = run.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
-        dw = run.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
+        if needs_x and needs_w and choice.dx == choice.dw == STOCK:  # it shares work between them
+            dx, dw = run.stock_backward(dy, x, w, settings, (True, True))
+        else:
+            dx = run.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
+            dw = run.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
         return dx, dw, dy.sum((0, 2, 3)) if needs_bias else None, None, None, None
 
 

@@ -78,7 +78,7 @@ def backward_data(
     kernel: str,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
-        return _stock_backward(dy, x, w, settings, (True, False))[0]
+        return stock_backward(dy, x, w, settings, (True, False))[0]
 
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, dy):
@@ -95,7 +95,7 @@ def backward_filter(
     kernel: str,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
-        return _stock_backward(dy, x, w, settings, (False, True))[1]
+        return stock_backward(dy, x, w, settings, (False, True))[1]
 
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, dy):
@@ -132,13 +132,14 @@ def _run(
     return stock()
 
 
-def _stock_backward(
+def stock_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
     settings: Settings,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dw of torch's own operator, those that are wanted."""
     stride, padding, dilation, groups = settings
     dx, dw, _ = torch.ops.aten.convolution_backward(
         dy, x, w, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]

@@ -75,14 +75,15 @@ def shape_of(
     shape = ConvShape(
         *(tuple(x.shape), tuple(w.shape), stride, padding, dilation, groups),  # type: ignore[arg-type]
         last=channels_last(x, w),
-        filter_last=_strictly_last(w),
+        filter_last=strictly_last(w),
         dtype=PRECISIONS[x.dtype],
     )
     fits = shape.x[1] == shape.w[1] * groups and shape.w[0] % groups == 0
     return shape if fits and min(shape.out) > 0 and min(shape.w) > 0 else None
 
 
-def _strictly_last(t: torch.Tensor) -> bool:
+def strictly_last(t: torch.Tensor) -> bool:
+    """Whether the channels lie last, and that is not the same as lying planar."""
     return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
@@ -90,7 +91,7 @@ def channels_last(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether y is to have its channels last: as x; as w where x is the same either way."""
     if x.is_contiguous():
         either = x.is_contiguous(memory_format=torch.channels_last)
-        return either and _strictly_last(w)
+        return either and strictly_last(w)
     return x.is_contiguous(memory_format=torch.channels_last) or (
         x.stride(1) == 1 and x.shape[1] > 1
     )
