@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from results import Results, goal
 from torch import nn
 
 import shardwise
-from results import Results, goal
 from shardwise import zoo
 from shardwise.accelerate import TunedConv2d, convolutions
 from shardwise.kernels import library, run, tuner
@@ -185,7 +185,8 @@ def measure(one: Run, names: list[str], rounds: int) -> list[dict]:
 def line(row: dict) -> str:
     return (
         f"{row['network']:18} {row['threads']} threads  batch {row['batch']:3}  "
-        f"{row['variant']:20} {row['images per second']:8.2f} img/s (+{100 * row['spread']:.0f} %)  "
+        f"{row['variant']:20} {row['images per second']:8.2f} img/s "
+        f"(spread {100 * row['spread']:.0f} %)  "
         f"workspace {row['workspace MiB']:7.1f} MiB  resident {row['resident MiB']:5} MiB"
     )
 

@@ -50,8 +50,8 @@ def test_it_equals_torch_on_random_windows() -> None:
             *(rng.randint(2, 19) for _ in "hw"),
         )
         x = images(shape, rng.choice([torch.float32, torch.float64]))
-        reach = [1 + d * (k - 1) for k, d in zip(how["kernel_size"], how["dilation"])]  # type: ignore
-        if any(n + 2 * p < r for n, p, r in zip(shape[2:], how["padding"], reach)):  # type: ignore
+        reach = [1 + d * (k - 1) for k, d in zip(how["kernel_size"], how["dilation"], strict=True)]  # type: ignore
+        if any(n + 2 * p < r for n, p, r in zip(shape[2:], how["padding"], reach, strict=True)):  # type: ignore
             continue
         torch.set_num_threads(rng.randint(1, 3))
         try:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.kernels import native, tuner
-from shardwise.kernels.shape import ConvShape
 from shardwise.kernels.run import Choice
+from shardwise.kernels.shape import ConvShape
 from shardwise.kernels.tuner import Tuner
 from shardwise.kernels.winners import Winners
 

@@ -59,9 +59,9 @@ def accelerate(
     fastest one of each direction is used from then on; so are batch norm and max pooling. Times are
     kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along.
 
-    `memory` limits the workspace of a kernel, `exact_kernels` forbids Winograd's (which round more),
-    `layout="auto"` times whole steps in both layouts, converts the inputs to channels last if that
-    is faster, and leaves everything to torch if nothing is.
+    `memory` limits the workspace of a kernel, `exact_kernels` forbids Winograd's (which round
+    more), `layout="auto"` times whole steps in both layouts, converts the inputs to channels last
+    if that is faster, and leaves everything to torch if nothing is.
 
     >>> twin = accelerate(model, torch.randn(64, 3, 32, 32))  # doctest: +SKIP
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -26,32 +28,48 @@ class Windows(ctypes.Structure):
     ]
 
 
+class Pooling(NamedTuple):
+    """What a pooling does, as torch names it."""
+
+    kernel_size: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    ceil_mode: bool
+
+    def out(self, size: Sequence[int]) -> Pair:
+        """The windows of an image of this height and width."""
+        parts = zip(size, *self[:4], strict=True)
+        down, across = (_count(*part, self.ceil_mode) for part in parts)
+        return down, across
+
+
 class MaxPool(torch.autograd.Function):
     """The largest number of every window, and its gradient."""
 
     @staticmethod
-    def forward(ctx, x, out: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair):  # type: ignore[no-untyped-def]
-        lib = library()
+    def forward(ctx, x, how: Pooling):  # type: ignore[no-untyped-def]
+        lib, out = library(), how.out(x.shape[2:])
         assert lib is not None
         sizes = (*x.shape[:2], *out)
         y = torch.empty(sizes, dtype=x.dtype, memory_format=torch.channels_last)
         which = torch.empty(y.numel(), dtype=torch.uint8)
-        how = (*kernel, *stride, *padding, *dilation, torch.get_num_threads())
-        windows, double = Windows(*x.shape, *out, *how), x.dtype == torch.float64
+        numbers = (n for pair in how[:4] for n in pair)
+        windows = Windows(*x.shape, *out, *numbers, torch.get_num_threads())
         lib.lib.sw_pool_forward(
-            double, ctypes.byref(windows), x.data_ptr(), y.data_ptr(), which.data_ptr()
+            *(x.dtype == torch.float64, ctypes.byref(windows)),
+            *(x.data_ptr(), y.data_ptr(), which.data_ptr()),
         )
         ctx.save_for_backward(x, which)
-        ctx.windows, ctx.how = windows, (kernel, stride, padding, dilation, out)
+        ctx.windows, ctx.how = windows, how
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, which = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives are asked for: those of torch's operator
-            *how, out = ctx.how
-            y = functional.max_pool2d(x, *how, ceil_mode=ceil_mode(x, out, *how))
-            return *torch.autograd.grad(y, x, dy, create_graph=True), *[None] * 5
+            y = functional.max_pool2d(x, **ctx.how._asdict())
+            return *torch.autograd.grad(y, x, dy, create_graph=True), None
         lib = library()
         assert lib is not None
         dy = dy.contiguous(memory_format=torch.channels_last)
@@ -60,13 +78,13 @@ class MaxPool(torch.autograd.Function):
             *(x.dtype == torch.float64, ctypes.byref(ctx.windows)),
             *(dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
         )
-        return dx, *[None] * 5
+        return dx, None
 
 
-def output_size(size: int, k: int, step: int, pad: int, dilation: int, up: bool) -> int:
+def _count(size: int, k: int, step: int, pad: int, dilation: int, up: bool) -> int:
     """Windows along one dimension; with `up`, one that begins inside but ends outside counts.
 
-    >>> output_size(6, 3, 2, 0, 1, False), output_size(6, 3, 2, 0, 1, True)
+    >>> _count(6, 3, 2, 0, 1, False), _count(6, 3, 2, 0, 1, True)
     (2, 3)
     """
     room = size + 2 * pad - dilation * (k - 1) - 1
@@ -74,29 +92,23 @@ def output_size(size: int, k: int, step: int, pad: int, dilation: int, up: bool)
     return count - 1 if up and (count - 1) * step >= size + pad else count
 
 
-def ceil_mode(x: torch.Tensor, out: Pair, *how: Pair) -> bool:
-    """Whether these are the sizes of windows that end outside."""
-    return out != tuple(output_size(*one, False) for one in zip(x.shape[2:], *how, strict=True))
-
-
 class FastMaxPool2d(torch.nn.MaxPool2d):
     """Max pooling; the kernel where it takes the input, else torch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        how = [_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation)]
-        if (
-            self.return_indices
-            or not usable(input)
-            or not strictly_last(input)
-            or how[0][0] * how[0][1] > 256
-            or any(2 * pad > k for k, pad in zip(how[0], how[2], strict=True))
-        ):
-            return super().forward(input)
-        parts = zip(input.shape[2:], *how, strict=True)
-        out = tuple(output_size(*part, self.ceil_mode) for part in parts)
-        if min(out) < 1:
-            return super().forward(input)
-        return MaxPool.apply(input, out, *how)  # type: ignore[return-value]
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        how = Pooling(*map(_pair, sizes), ceil_mode=self.ceil_mode)
+        if self.return_indices or not _takes(input, how):
+            return super().forward(input)  # type: ignore[return-value]
+        return MaxPool.apply(input, how)  # type: ignore[return-value]
+
+
+def _takes(x: torch.Tensor, how: Pooling) -> bool:
+    """What torch refuses is left to it too: it says why."""
+    if not usable(x) or not strictly_last(x) or how.kernel_size[0] * how.kernel_size[1] > 256:
+        return False
+    padded = all(2 * pad <= k for k, pad in zip(how.kernel_size, how.padding, strict=True))
+    return padded and min(how.out(x.shape[2:])) > 0
 
 
 def _pair(value: int | Pair) -> Pair:

@@ -18,6 +18,7 @@ from shardwise.kernels.winners import Times, Winners, fits
 MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
 ROUNDS = 3
 HOPELESS = 2.0  # times slower than the best: not timed again
+TRIAL = 4.0  # the same on a few samples, where what is done once (to the filters) weighs more
 LARGE = 500_000_000  # operations: worth a trial on a few samples first
 MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
 
@@ -81,7 +82,7 @@ class Tuner:
         if shape.flops >= LARGE and few < x.shape[0]:
             sample = (x[:few], w, dy[:few])
             trial = interleaved({n: call(direction, n, how, *sample) for n in names}, rounds=1)
-            limit = HOPELESS * min(trial.values())
+            limit = TRIAL * min(trial.values())
             record.update({n: t * x.shape[0] / few for n, t in trial.items() if t > limit})
             names = [name for name in names if trial[name] <= limit]
         record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
