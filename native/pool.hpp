@@ -1,4 +1,5 @@
-// Max pooling of channels-last images; which tap was the largest is kept in one byte.
+// Max pooling of channels-last images; which tap was the largest is kept in one byte. Windows have no
+// dilation, so that each of them has a pixel of the image.
 #pragma once
 
 #include <vector>
@@ -9,7 +10,7 @@ namespace shardwise {
 
 struct Windows {
     i64 n, c, h, w, p, q, r, s;
-    i64 stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, threads;
+    i64 stride_h, stride_w, pad_h, pad_w, threads;
 };
 
 // A tap of the window, and where in the other tensor it is found.
@@ -85,12 +86,11 @@ void largest(const T* x, const Tap* taps, int count, i64 channels, T* y, Byte* w
 using Taps = std::vector<Tap>;
 
 // Along one dimension: the inputs of each output's window, or the outputs whose windows have an input.
-inline std::vector<Taps> along(i64 size, i64 outs, i64 taps, i64 stride, i64 pad, i64 dilation,
-                               bool by_input) {
+inline std::vector<Taps> along(i64 size, i64 outs, i64 taps, i64 stride, i64 pad, bool by_input) {
     std::vector<Taps> found((std::size_t)(by_input ? size : outs));
     for (i64 out = 0; out < outs; out++)
         for (i64 tap = 0; tap < taps; tap++) {
-            const i64 in = out * stride - pad + tap * dilation;
+            const i64 in = out * stride - pad + tap;
             if (in < 0 || in >= size) continue;
             if (by_input) found[in].push_back({out, (int)tap});
             else found[out].push_back({in, (int)tap});
@@ -100,8 +100,8 @@ inline std::vector<Taps> along(i64 size, i64 outs, i64 taps, i64 stride, i64 pad
 
 // visit(pixel, taps) for every pixel of y, or of dx: threads share the lines.
 template <class Visit> void each_pixel(const Windows& g, bool by_input, Visit visit) {
-    const auto rows = along(g.h, g.p, g.r, g.stride_h, g.pad_h, g.dilation_h, by_input);
-    const auto columns = along(g.w, g.q, g.s, g.stride_w, g.pad_w, g.dilation_w, by_input);
+    const auto rows = along(g.h, g.p, g.r, g.stride_h, g.pad_h, by_input);
+    const auto columns = along(g.w, g.q, g.s, g.stride_w, g.pad_w, by_input);
     const i64 height = (i64)rows.size(), width = (i64)columns.size();
     const i64 other_height = by_input ? g.p : g.h, other_width = by_input ? g.q : g.w;
     parallel((int)g.threads, [&](int index, int total) {

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
 import torch
 
+from images import check_norm, fused
 from shardwise.kernels import native
-from shardwise.kernels.norm import BatchNorm, FusedBatchNorm2d
+from shardwise.kernels.norm import BatchNorm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
-
-
-def random_images(rng: random.Random) -> torch.Tensor:
-    shape = (
-        rng.randint(1, 5),
-        rng.choice([1, 3, 16, 17, 40]),
-        rng.randint(1, 20),
-        rng.randint(1, 20),
-    )
-    dtype = rng.choice([torch.float32, torch.float64])
-    x = torch.randn(shape, dtype=dtype) * rng.choice([0.1, 3]) + rng.choice([0, -2, 50])
-    last = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    return last if rng.random() < 0.5 else x
-
-
-def fused(stock: torch.nn.BatchNorm2d, relu: bool) -> FusedBatchNorm2d:
-    twin = copy.deepcopy(stock)
-    twin.__class__ = FusedBatchNorm2d
-    twin.relu = relu  # type: ignore[attr-defined]
-    return twin  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
 def test_it_equals_float64_on_random_images(relu: bool, affine: bool) -> None:
-    rng, before = random.Random(int(relu) + 2 * int(affine)), torch.get_num_threads()
+    rng = random.Random(int(relu) + 2 * int(affine))
     torch.manual_seed(0)
     for _ in range(60):
-        x = random_images(rng)
-        if x.numel() == x.shape[1]:
-            continue
-        stock = torch.nn.BatchNorm2d(x.shape[1], affine=affine).to(x.dtype)
-        if affine:
-            torch.nn.init.normal_(stock.weight)
-            torch.nn.init.normal_(stock.bias)
-        twin, stock = fused(stock, relu), stock.double()
-        torch.set_num_threads(rng.randint(1, 3))
-        dy = torch.randn_like(x)
-        results = []
-        for module, dtype in ((twin, x.dtype), (stock, torch.float64)):
-            inputs = x.detach().to(dtype).requires_grad_()
-            y = module(inputs)
-            y = y.relu() if relu and module is stock else y
-            y.backward(dy.to(dtype))
-            gradients = [p.grad for p in module.parameters()]
-            buffers = [b for b in module.buffers()]
-            results.append([y, inputs.grad, *gradients, *buffers])
-        limit = 1e-9 if x.dtype == torch.float64 else 3e-4
-        assert results[0][0].stride() == x.stride() or min(x.shape[1:]) == 1
-        for ours, truth in zip(*results, strict=True):
-            error = (ours.double() - truth.double()).abs().max()
-            assert error <= limit * (1 + truth.abs().max()), (x.shape, x.dtype)
-    torch.set_num_threads(before)
+        check_norm(rng, relu, affine)
 
 
 def test_evaluation_and_odd_inputs_are_torch_s_own() -> None:

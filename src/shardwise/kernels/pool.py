@@ -23,7 +23,7 @@ class Windows(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("n", "c", "h", "w", "p", "q", "r", "s"),
-            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "threads"),
+            *("stride_h", "stride_w", "pad_h", "pad_w", "threads"),
         )
     ]
 
@@ -34,12 +34,11 @@ class Pooling(NamedTuple):
     kernel_size: Pair
     stride: Pair
     padding: Pair
-    dilation: Pair
     ceil_mode: bool
 
     def out(self, size: Sequence[int]) -> Pair:
         """The windows of an image of this height and width."""
-        parts = zip(size, *self[:4], strict=True)
+        parts = zip(size, *self[:3], strict=True)
         down, across = (_count(*part, self.ceil_mode) for part in parts)
         return down, across
 
@@ -54,7 +53,7 @@ class MaxPool(torch.autograd.Function):
         sizes = (*x.shape[:2], *out)
         y = torch.empty(sizes, dtype=x.dtype, memory_format=torch.channels_last)
         which = torch.empty(y.numel(), dtype=torch.uint8)
-        numbers = (n for pair in how[:4] for n in pair)
+        numbers = (n for pair in how[:3] for n in pair)
         windows = Windows(*x.shape, *out, *numbers, torch.get_num_threads())
         lib.lib.sw_pool_forward(
             *(x.dtype == torch.float64, ctypes.byref(windows)),
@@ -81,13 +80,13 @@ class MaxPool(torch.autograd.Function):
         return dx, None
 
 
-def _count(size: int, k: int, step: int, pad: int, dilation: int, up: bool) -> int:
+def _count(size: int, k: int, step: int, pad: int, up: bool) -> int:
     """Windows along one dimension; with `up`, one that begins inside but ends outside counts.
 
-    >>> _count(6, 3, 2, 0, 1, False), _count(6, 3, 2, 0, 1, True)
+    >>> _count(6, 3, 2, 0, False), _count(6, 3, 2, 0, True)
     (2, 3)
     """
-    room = size + 2 * pad - dilation * (k - 1) - 1
+    room = size + 2 * pad - k
     count = (room + (step - 1 if up else 0)) // step + 1
     return count - 1 if up and (count - 1) * step >= size + pad else count
 
@@ -96,9 +95,10 @@ class FastMaxPool2d(torch.nn.MaxPool2d):
     """Max pooling; the kernel where it takes the input, else torch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        sizes = (self.kernel_size, self.stride, self.padding)
         how = Pooling(*map(_pair, sizes), ceil_mode=self.ceil_mode)
-        if self.return_indices or not _takes(input, how):
+        # A window with dilation may have no pixel at all.
+        if self.return_indices or _pair(self.dilation) != (1, 1) or not _takes(input, how):
             return super().forward(input)  # type: ignore[return-value]
         return MaxPool.apply(input, how)  # type: ignore[return-value]
 
