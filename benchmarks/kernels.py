@@ -35,7 +35,7 @@ NETWORKS = ("vgg16", "resnet34", "densenet121", "googlenet")
 LAYOUTS = {"nchw": False, "last": True}
 LARGEST = 1 << 26
 LARGEST_WORK = 16e9  # operations of a layer and direction: enough to see its rate
-SECONDS = 0.35  # a row takes so long for each 1e9 operations, all kernels together, at one thread
+SECONDS = 0.8  # that a row takes for each 1e9 operations, all kernels together, on one thread
 
 
 def sgemm(shape: ConvShape, direction: str) -> tuple[Callable[[], object], float]:

@@ -75,7 +75,13 @@ def convolve(
     choice: Choice,
     relu: bool,
 ) -> torch.Tensor:
-    """The operator, or the same without the dispatcher where that does."""
+    """The operator, or the same without the dispatcher where that does.
+
+    torch.func's transforms know neither: they get the stock operator.
+    """
+    if torch._C._are_functorch_transforms_active():
+        y = torch.convolution(x, w, bias, *settings[:3], False, [0, 0], settings[3])
+        return y.relu() if relu else y
     if is_eager(x, w, bias):
         return Convolution.apply(x, w, bias, settings, choice, relu)  # type: ignore[return-value]
     return torch.ops.shardwise.conv(
