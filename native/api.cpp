@@ -183,11 +183,3 @@ EXPORT void sw_use_runtime(void* parallel, void* number, void* count) {
     runtime() = {reinterpret_cast<GompParallel>(parallel), reinterpret_cast<ThreadNumber>(number),
                  reinterpret_cast<ThreadNumber>(count)};
 }
-
-// C[m, n] = A[m, k] B[k, n], row-major: the loop nest by itself, as a yardstick.
-EXPORT void sw_sgemm(i64 m, i64 n, i64 k, const float* a, const float* b, float* c, int threads) {
-    Problem g = {};
-    g.n = 1, g.c = k, g.f = m, g.r = g.s = 1, g.h = g.p = 1, g.w = g.q = n;
-    g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = g.groups = 1, g.threads = threads;
-    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, nullptr, 1);
-}

@@ -66,6 +66,7 @@ def test_the_copy_shares_parameters_and_computes_the_same(
     for a, b in zip(model.parameters(), fast.parameters(), strict=True):
         assert a is b
     assert type(model[0]) is nn.Conv2d and type(model[2]) is nn.ReLU
+    assert not model._forward_pre_hooks and model[0](x).is_contiguous()
     if layout != "auto":  # where torch may win the whole step
         assert isinstance(fast[0], TunedConv2d)
         assert type(fast[2]) is nn.Identity and fast[1].relu

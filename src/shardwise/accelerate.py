@@ -69,7 +69,6 @@ def accelerate(
         raise ValueError(f"layout={layout!r} is not one of keep, channels_last, auto")
     limit = parse_size(memory) if isinstance(memory, str) else memory
     chooser = Tuner(MEMORY_BYTES if limit is None else limit, exact_kernels)
-
     if layout != "auto":
         return _tuned(model, x, layout == "channels_last", chooser, report)
     twins = {f"tuned {last}": _tuned(model, x, last, chooser, report) for last in (False, True)}
@@ -82,6 +81,7 @@ def accelerate(
 def _laid_out(model: nn.Module, last: bool) -> nn.Module:
     twin = copy_structure(model)
     if last:
+        twin._forward_pre_hooks = twin._forward_pre_hooks.copy()  # the original has no part in it
         twin.register_forward_pre_hook(_channels_last)
     return twin
 
