@@ -71,6 +71,7 @@ def test_the_copy_shares_parameters_and_computes_the_same(
         assert isinstance(fast[0], TunedConv2d)
         assert type(fast[2]) is nn.Identity and fast[1].relu
     assert type(fast[3]) is nn.Conv2d  # padding by name stays with the stock operator
+    model[5].p = fast[5].p = 0.0  # dropout draws its numbers in the order of memory
     for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
         torch.testing.assert_close(a, b)
 
