@@ -105,24 +105,38 @@ def _tuned(
         module = twin.get_submodule(name)
         module.__class__ = TunedConv2d  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
-    _watch(twin, x, tuple(OWN), lambda name, t: adopt(twin.get_submodule(name), t, chooser))
+    before_relus = {id(before) for _, before, _ in _before_relus(twin)}
+
+    def race(name: str, input: torch.Tensor) -> None:
+        layer = twin.get_submodule(name)
+        adopt(layer, input, chooser, id(layer) in before_relus)
+
+    _watch(twin, x, tuple(OWN), race)
     _fuse_relus(twin)
     return twin
 
 
 def _fuse_relus(model: nn.Module) -> None:
     """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
+    for sequence, before, name in _before_relus(model):
+        if isinstance(before, TunedConv2d | FusedBatchNorm2d):
+            before.relu = True
+            sequence._modules[name] = nn.Identity().train(before.training)
+
+
+def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
+    """Sequences, layers that only a ReLU follows there, and the names of those ReLUs."""
     uses: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         uses[id(module)] = uses.get(id(module), 0) + 1
-    for sequence in model.modules():
-        if type(sequence) is not nn.Sequential:
-            continue
-        for (_, before), (name, after) in pairwise(sequence._modules.items()):
-            able = isinstance(before, TunedConv2d | FusedBatchNorm2d) and type(after) is nn.ReLU
-            if able and uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after):
-                before.relu = True  # type: ignore[union-attr]
-                sequence._modules[name] = nn.Identity().train(after.training)
+    return [
+        (sequence, before, name)
+        for sequence in model.modules()
+        if type(sequence) is nn.Sequential
+        for (_, before), (name, after) in pairwise(sequence._modules.items())
+        if type(after) is nn.ReLU and isinstance(before, nn.Conv2d | nn.BatchNorm2d)
+        if uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after)
+    ]
 
 
 def _hooked(*modules: nn.Module) -> bool:
