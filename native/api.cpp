@@ -91,7 +91,7 @@ int run(const Entry& entry, int direction, const Problem& g, const void* x, cons
         const void* y, const void* bias, void* out, const void* columns, bool keep) try {
     const i64 bytes = measure<T>(entry, direction, g, columns);
     if (bytes < 0) return unsupported;
-    const Arena::Block block = arena().take((std::size_t)bytes + 64);
+    const Arena::Block block = arena().take((std::size_t)bytes + 64, keep);
     if (!block.data) return no_memory;
     Scratch scratch(block.data);
     const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),

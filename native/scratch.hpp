@@ -56,7 +56,8 @@ class Arena {
         std::size_t bytes;
     };
 
-    Block take(std::size_t bytes) {
+    // Only a block that stays is worth huge pages: they take long to get.
+    Block take(std::size_t bytes, bool keep) {
         {
             std::lock_guard<std::mutex> hold(mutex);
             if (!free.empty()) {
@@ -67,7 +68,7 @@ class Arena {
                 std::free(block.data);
             }
         }
-        const std::size_t page = bytes < huge_page ? 4096 : huge_page;
+        const std::size_t page = keep && bytes >= huge_page ? huge_page : 4096;
         bytes = (bytes + page - 1) / page * page;
         char* data = static_cast<char*>(std::aligned_alloc(page, bytes));
 #if defined(MADV_HUGEPAGE)

@@ -124,14 +124,14 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS)
     """The least seconds of each call: others on the machine only add to it. Calls take turns, since
     a machine's speed drifts.
 
-    The first round warms up: it also touches memory for the first time. Calls that are then far
-    behind the best are not made again.
+    The first round warms up: it also touches memory for the first time. Calls that are far behind
+    the best after the second one are not made again.
     """
     times = {name: [seconds(function)] for name, function in calls.items()}
-    for _ in range(rounds):
+    for turn in range(rounds):
         limit = HOPELESS * min(values[-1] for values in times.values())
         for name, values in times.items():
-            if values[-1] <= limit:
+            if turn == 0 or values[-1] <= limit:
                 values.append(seconds(calls[name]))
     return {name: min(values) for name, values in times.items()}
 
