@@ -1,21 +1,21 @@
 """Gflop/s of every kernel on the layers of P1's and P5's networks, against stock PyTorch and SGEMM.
 
-    python benchmarks/kernels.py [--networks vgg16,...] [--batch 8] [--threads 1] [--every 1]
-        [--cpu-time] [--json FILE]
+    python benchmarks/kernels.py [--networks vgg16,...] [--directions fwd,dx,dw] [--batch 8]
+        [--threads 1] [--every 1] [--cpu-time] [--json FILE]
 
-For each different layer and direction: the stock operator and each kernel, the better of NCHW and
+For each different layer of VGG-16 (those of P5's Table 2), ResNet-34, DenseNet-121 and GoogLeNet,
+at ImageNet size, and each direction: the stock operator and each kernel, the better of NCHW and
 channels last, and SGEMM of the same size (torch.mm, at most 2^26 elements of its widest matrix);
-all in turns in one run. Rates count a plain sum of products for every kernel. Then the goals:
-CONVGEMM against SGEMM, CONVGEMM_TRANS and Winograd against the stock operator. On a machine that
-others use too, --cpu-time counts the time of the one thread instead of the clock's.
+all in turns in one run. Rates count a plain sum of products for every kernel. The batch is 8, or
+what keeps a layer under LARGEST_WORK. Then the goals: CONVGEMM against SGEMM, CONVGEMM_TRANS and
+Winograd against the stock operator. On a machine that others use too, --cpu-time counts the time of
+the one thread instead of the clock's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from results import Results, goal
 from shardwise import zoo
 from shardwise.accelerate import convolutions
 from shardwise.kernels import tuner
@@ -33,6 +34,8 @@ from shardwise.kernels.tuner import Tuner, call, interleaved, random_tensors, se
 NETWORKS = ("vgg16", "resnet34", "densenet121", "googlenet")
 LAYOUTS = {"nchw": False, "last": True}
 LARGEST = 1 << 26
+LARGEST_WORK = 16e9  # operations of a layer and direction: enough to see its rate
+SECONDS = 0.8  # that a row takes for each 1e9 operations, all kernels together, on one thread
 
 
 def sgemm(shape: ConvShape, direction: str) -> tuple[Callable[[], object], float]:
@@ -68,6 +71,8 @@ def measure(shape: ConvShape, direction: str) -> dict[str, float]:
 
 def better(rates: dict[str, float], kernel: str) -> float | None:
     """Of the two layouts."""
+    if kernel in rates:
+        return rates[kernel]
     found = [rates[key] for layout in LAYOUTS if (key := f"{kernel} {layout}") in rates]
     return max(found) if found else None
 
@@ -75,8 +80,11 @@ def better(rates: dict[str, float], kernel: str) -> float | None:
 def layers(network: str, batch: int) -> dict[ConvShape, tuple[str, bool]]:
     """The different convolutions of a network: the first layer's name, and whether dx is needed."""
     found: dict[ConvShape, tuple[str, bool]] = {}
-    for seen in convolutions(zoo.build(network), torch.randn(zoo.input_shape(network, batch))):
-        found.setdefault(seen.shape, (seen.name, not seen.first))
+    model = zoo.build(network).eval()  # one sample has no batch statistics
+    for seen in convolutions(model, torch.randn(zoo.input_shape(network, 1))):
+        samples = max(1, min(batch, int(LARGEST_WORK / seen.shape.flops)))
+        shape = replace(seen.shape, x=(samples, *seen.shape.x[1:]))
+        found.setdefault(shape, (seen.name, not seen.first))
     return found
 
 
@@ -89,11 +97,15 @@ def line(row: dict) -> str:
 
 
 def ratios(
-    rows: list[dict], direction: str, over: tuple[str, ...], under: str, test
-) -> list[float]:  # type: ignore[no-untyped-def]
+    rows: list[dict],
+    direction: str,
+    over: tuple[str, ...],
+    under: str,
+    counts: Callable[[dict], bool],
+) -> list[float]:
     found = []
     for row in rows:
-        if row["direction"] == direction and test(row):
+        if row["direction"] == direction and counts(row):
             tops = [better(row["gflops"], name) for name in over]
             base = row["gflops"].get(under) or better(row["gflops"], under)
             best = max((top for top in tops if top), default=None)
@@ -109,62 +121,68 @@ def summary(rows: list[dict]) -> list[str]:
     def winograd(row: dict) -> bool:
         return wide(row) and row["w"][2:] == [3, 3] and "winograd4 nchw" in row["gflops"]
 
-    lines = []
-    for title, found in (
-        ("CONVGEMM / SGEMM, >= 64 channels", ratios(rows, "fwd", ("convgemm",), "sgemm", wide)),
-        (
-            "CONVGEMM_TRANS / stock dw, all layers",
-            ratios(rows, "dw", ("convgemm_trans",), STOCK, lambda row: True),
-        ),
-        (
-            "Winograd / stock fwd, 3x3, >= 64 channels",
-            ratios(rows, "fwd", ("winograd2", "winograd4"), STOCK, winograd),
-        ),
-    ):
-        if found:
-            mean = math.exp(statistics.fmean(map(math.log, found)))
-            lines.append(
-                f"{title}: {mean:.2f} in geometric mean, {min(found):.2f} to {max(found):.2f}, "
-                f"{len(found)} layers"
-            )
-    return lines
+    near = ratios(rows, "fwd", ("convgemm",), "sgemm", wide)
+    trans = ratios(rows, "dw", ("convgemm_trans",), STOCK, lambda row: True)
+    bound = ratios(rows, "dw", ("sgemm",), STOCK, lambda row: True)
+    fast = ratios(rows, "fwd", ("winograd2", "winograd4"), STOCK, winograd)
+    return [
+        goal("CONVGEMM / SGEMM, >= 64 channels", near, 0.9, "layers"),
+        goal("CONVGEMM_TRANS / stock dw, all layers", trans, 1.3, "layers"),
+        goal("SGEMM / stock dw, all layers (what a GEMM could reach)", bound, 1.3, "layers"),
+        goal("Winograd / stock fwd, 3x3, >= 64 channels", fast, 1.6, "layers"),
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def rows_to_measure(given: argparse.Namespace) -> list[tuple[str, str, ConvShape, str]]:
+    return [
+        (network, name, shape, direction)
+        for network in given.networks.split(",")
+        for shape, (name, inner) in list(layers(network, given.batch).items())[:: given.every]
+        for direction in given.directions.split(",")
+        if inner or direction != "dx"
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--directions", default="fwd,dx,dw")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layer")
     parser.add_argument("--cpu-time", action="store_true", help="of the one thread")
     parser.add_argument("--json", type=Path, help="add the figures to this file")
-    arguments = parser.parse_args()
-    if arguments.cpu_time and arguments.threads > 1:
+    given = parser.parse_args()
+    if given.cpu_time and given.threads > 1:
         parser.error("--cpu-time is for one thread: threads that wait also take time")
-    if arguments.cpu_time:
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    if given.cpu_time:
         tuner.clock = time.process_time
-    torch.set_num_threads(arguments.threads)
-    path: Path | None = arguments.json
-    rows = json.loads(path.read_text()) if path and path.exists() else []
-    for network in arguments.networks.split(","):
-        found = list(layers(network, arguments.batch).items())
-        for shape, (name, inner) in found[:: arguments.every]:
-            for direction in ("fwd", "dx", "dw") if inner else ("fwd", "dw"):
-                sizes = "x".join(map(str, shape.x)) + " * " + "x".join(map(str, shape.w))
-                row = {
-                    "network": network,
-                    "layer": name,
-                    "sizes": sizes + (f" /{shape.stride[0]}" if shape.stride != (1, 1) else ""),
-                    "direction": direction,
-                    "w": list(shape.w),
-                    "threads": arguments.threads,
-                    "gflops": measure(shape, direction),
-                }
-                rows.append(row)
-                print(line(row), flush=True)
-                if path:
-                    path.write_text(json.dumps(rows, indent=1))
-    print("\n".join(summary(rows)))
+    torch.set_num_threads(given.threads)
+    todo = rows_to_measure(given)
+    minutes = sum(shape.flops for *_, shape, _ in todo) / 1e9 * SECONDS / given.threads / 60
+    print(f"{len(todo)} rows: about {minutes:.0f} minutes", flush=True)
+    results = Results(given.json, ("network", "sizes", "direction", "threads"))
+    for network, name, shape, direction in todo:
+        sizes = "x".join(map(str, shape.x)) + " * " + "x".join(map(str, shape.w))
+        row = {
+            "network": network,
+            "layer": name,
+            "sizes": sizes + (f" /{shape.stride[0]}" if shape.stride != (1, 1) else ""),
+            "direction": direction,
+            "w": list(shape.w),
+            "threads": given.threads,
+            "gflops": measure(shape, direction),
+        }
+        results.add(row)
+        print(line(row), flush=True)
+    print("\n".join(summary(results.rows)))
 
 
 if __name__ == "__main__":

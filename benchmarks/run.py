@@ -39,6 +39,7 @@ BENCHMARKS: dict[str, tuple[float, tuple[str, ...]]] = {
     "checkpoint": (3, ()),
     "kernels": (20, ()),
     "train_cpu": (40, ()),
+    "threads": (2, ()),
 }
 
 

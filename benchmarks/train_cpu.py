@@ -4,10 +4,11 @@
         [--variants stock,tuned,BASE,...] [--rounds 3] [--cpu-time] [--json FILE]
 
 Prints images per second (forward, backward and an SGD step; the best of rounds that take turns),
-the convolutions' workspace, and the peak of resident memory. `stock` is the better of NCHW and
-channels last. BASE keeps every layer's im2col matrix for the backward pass, as P1 does. ImageNet
-batches are smaller than P1's, so that BASE fits into this machine; --batch sets another. On a
-machine that others use too, --cpu-time counts the time of the one thread instead of the clock's.
+the convolutions' workspace, and the peak of resident memory, with weights that all variants share.
+`stock` is the better of NCHW and channels last. BASE keeps every layer's im2col matrix for the
+backward pass, as P1 does. Batches are P1's at CIFAR-10 size; at ImageNet size they are smaller than
+P1's (64, 24, 16, 16), so that BASE fits into 16 GiB; --batch sets another. On a machine that others
+use too, --cpu-time counts the time of the one thread instead of the clock's.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
-import math
-import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import shardwise
+from results import Results, goal
 from shardwise import zoo
-from shardwise.accelerate import TunedConv2d
+from shardwise.accelerate import TunedConv2d, convolutions
 from shardwise.kernels import library, run, tuner
 from shardwise.kernels.base import KeptColumns
-from shardwise.kernels.tuner import Choice
+from shardwise.kernels.run import Choice
+from shardwise.stored import copy_structure
 
 NETWORKS = {  # samples per step
     "vgg16_cifar": 64,
@@ -49,9 +50,12 @@ P1 = {  # P1's variants; PM is whether workspaces persist
     "CGT+PM": (Choice("convgemm", "base", "convgemm_trans"), True),
     "CGT+DG": (Choice("convgemm", "deconvgemm", "convgemm_trans"), False),
 }
-clock = time.perf_counter
 STOCK = ("stock NCHW", "stock channels last")
 VARIANTS = (*STOCK, "tuned", *P1)
+RATE = 60e9  # operations a second and thread, for the time that is announced
+TUNING_STEPS = 40  # what timing every kernel takes, in steps
+
+clock = time.perf_counter
 
 
 class BaseConv2d(nn.Conv2d):
@@ -59,27 +63,50 @@ class BaseConv2d(nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        return KeptColumns.apply(input, self.weight, self.bias, settings)
+        return KeptColumns.apply(input, self.weight, self.bias, settings)  # type: ignore[return-value]
 
 
-def variant(name: str, model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
-    """The model that a variant trains, with its own weights, and its input."""
-    model = copy.deepcopy(model)
+@dataclass(frozen=True)
+class Run:
+    """One network at one batch size and number of threads."""
+
+    network: str
+    batch: int
+    threads: int
+
+    @property
+    def x(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(zoo.input_shape(self.network, self.batch), generator=generator)
+
+    def seconds(self, names: list[str], rounds: int) -> float:
+        """What it will take, roughly."""
+        one = torch.randn(zoo.input_shape(self.network, 1))
+        flops = 3 * self.batch * sum(s.shape.flops for s in convolutions(self.build(), one))
+        steps = len(names) * (rounds + 1) + ("tuned" in names) * TUNING_STEPS
+        return steps * flops / (RATE * self.threads)
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return zoo.build(self.network).eval()  # one sample has no batch statistics
+
+
+def variant(name: str, model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The model that a variant trains; all but stock channels last share their weights."""
     if name == "tuned":
-        return shardwise.accelerate(model, x, layout="auto"), x
+        return shardwise.accelerate(model, x, layout="auto")
     if name == "stock channels last":
-        form = torch.channels_last
-        return model.to(memory_format=form), x.contiguous(memory_format=form)
-    if name in P1:
-        for module in model.modules():
-            if type(module) is nn.Conv2d:
-                module.__class__ = BaseConv2d if name == "BASE" else TunedConv2d
-                module.choice = P1[name][0]  # type: ignore[assignment]
-    return model, x
+        return copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    twin = copy_structure(model)
+    for module in twin.modules() if name in P1 else ():
+        if type(module) is nn.Conv2d:
+            module.__class__ = BaseConv2d if name == "BASE" else TunedConv2d
+            module.choice = P1[name][0]  # type: ignore[assignment]
+    return twin
 
 
-def trainer(model: nn.Module, x: torch.Tensor, y: torch.Tensor, persists: bool) -> Callable:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+def trainer(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, persists: bool):  # type: ignore[no-untyped-def]
+    y = torch.arange(len(x)) % 10
 
     def step() -> float:
         run.persistent = persists
@@ -92,6 +119,19 @@ def trainer(model: nn.Module, x: torch.Tensor, y: torch.Tensor, persists: bool) 
         return clock() - start
 
     return step
+
+
+def trainers(one: Run, names: list[str]) -> dict[str, Callable[[], float]]:
+    model, x, steps = one.build().train(), one.x, {}
+    shared = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    for name in names:
+        twin, own, form = variant(name, model, x), shared, torch.contiguous_format
+        if name == "stock channels last":
+            own = torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9)
+            form = torch.channels_last
+        persists = P1[name][1] if name in P1 else True
+        steps[name] = trainer(twin, x.contiguous(memory_format=form), own, persists)
+    return steps
 
 
 def peak_bytes(step: Callable[[], float], kept_columns: bool) -> tuple[int, int]:
@@ -119,16 +159,9 @@ def peak_bytes(step: Callable[[], float], kept_columns: bool) -> tuple[int, int]
     return peak, arena + saved
 
 
-def measure(network: str, batch: int, threads: int, names: list[str], rounds: int) -> list[dict]:
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    model = zoo.build(network)
-    x = torch.randn(zoo.input_shape(network, batch))
-    y = torch.randint(0, 10, (batch,))
-    steps = {}
-    for name in names:
-        persists = P1[name][1] if name in P1 else True
-        steps[name] = trainer(*variant(name, model, x), y, persists)
+def measure(one: Run, names: list[str], rounds: int) -> list[dict]:
+    torch.set_num_threads(one.threads)
+    steps = trainers(one, names)
     memory = {name: peak_bytes(step, name == "BASE") for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -136,11 +169,12 @@ def measure(network: str, batch: int, threads: int, names: list[str], rounds: in
             times[name].append(steps[name]())
     return [
         {
-            "network": network,
-            "threads": threads,
-            "batch": batch,
+            "network": one.network,
+            "threads": one.threads,
+            "batch": one.batch,
             "variant": name,
-            "images per second": batch / min(times[name]),
+            "images per second": one.batch / min(times[name]),
+            "spread": max(times[name]) / min(times[name]) - 1,
             "resident MiB": memory[name][0] >> 20,
             "workspace MiB": memory[name][1] / 2**20,
         }
@@ -148,76 +182,81 @@ def measure(network: str, batch: int, threads: int, names: list[str], rounds: in
     ]
 
 
-def rate(rows: list[dict], *names: str) -> float | None:
-    found = [row["images per second"] for row in rows if row["variant"] in names]
+def line(row: dict) -> str:
+    return (
+        f"{row['network']:18} {row['threads']} threads  batch {row['batch']:3}  "
+        f"{row['variant']:20} {row['images per second']:8.2f} img/s "
+        f"(spread {100 * row['spread']:.0f} %)  "
+        f"workspace {row['workspace MiB']:7.1f} MiB  resident {row['resident MiB']:5} MiB"
+    )
+
+
+def best(rows: list[dict], names: tuple[str, ...], figure: str) -> float | None:
+    found = [row[figure] for row in rows if row["variant"] in names]
     return max(found) if found else None
 
 
-def summary(rows: list[dict]) -> list[str]:
-    """The goals, over every network, size and number of threads that was measured."""
+def ratios(rows: list[dict], over: tuple[str, ...], under: tuple[str, ...], figure: str):  # type: ignore[no-untyped-def]
+    """One for each network, size and number of threads that has both."""
     runs: dict[tuple, list[dict]] = {}
     for row in rows:
-        runs.setdefault((row["network"], row["threads"]), []).append(row)
-    lines = []
-    for title, over, under in (
-        ("tuned / stock", ("tuned",), STOCK),
-        ("CGT+PM / BASE", ("CGT+PM",), ("BASE",)),
-    ):
-        pairs = [(rate(run, *over), rate(run, *under)) for run in runs.values()]
-        ratios = [a / b for a, b in pairs if a and b]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            lines.append(
-                f"{title}: {mean:.2f} in geometric mean, {min(ratios):.2f} to {max(ratios):.2f}, "
-                f"{len(ratios)} runs"
-            )
-    spaces = {
-        name: [row["workspace MiB"] for row in rows if row["variant"] == name]
-        for name in ("BASE", "CGT+DG")
-    }
-    if all(spaces.values()):
-        share = max(a / b for a, b in zip(spaces["CGT+DG"], spaces["BASE"], strict=True))
-        lines.append(f"workspace of CGT+DG: at most {100 * share:.1f} % of BASE's")
-    return lines
+        runs.setdefault((row["network"], row["threads"], row["batch"]), []).append(row)
+    pairs = [(best(run, over, figure), best(run, under, figure)) for run in runs.values()]
+    return [a / b for a, b in pairs if a and b]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def summary(rows: list[dict]) -> list[str]:
+    speed = "images per second"
+    tuned, pm = ratios(rows, ("tuned",), STOCK, speed), ratios(rows, ("CGT+PM",), ("BASE",), speed)
+    shares = ratios(rows, ("CGT+DG",), ("BASE",), "workspace MiB")
+    lines = [
+        goal("tuned / stock", tuned, 1.5, "runs"),
+        f"tuned / stock, least: {min(tuned):.2f} (goal 1.00)" if tuned else "",
+        goal("CGT+PM / BASE", pm, 1.25, "runs"),
+        f"workspace of CGT+DG: at most {100 * max(shares):.1f} % of BASE's (goal 30 %)"
+        if shares
+        else "",
+    ]
+    return [text for text in lines if text]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default="stock,tuned," + ",".join(P1))
     parser.add_argument("--batch", type=int, help="samples per step, for every network")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="add the figures to this file")
     parser.add_argument("--cpu-time", action="store_true", help="of the one thread")
-    arguments = parser.parse_args()
-    if arguments.cpu_time and arguments.threads != "1":
+    given = parser.parse_args()
+    if given.cpu_time and given.threads != "1":
         parser.error("--cpu-time is for --threads 1: threads that wait also take time")
-    if arguments.cpu_time:
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    if given.cpu_time:
         global clock
         clock = tuner.clock = time.process_time
-    names = arguments.variants.replace("stock,", ",".join(STOCK) + ",").split(",")
-    rows = []
-    for network in arguments.networks.split(","):
-        for threads in map(int, arguments.threads.split(",")):
-            batch = arguments.batch or NETWORKS[network]
-            found = measure(network, batch, threads, names, arguments.rounds)
-            rows += found
-            for row in found:
-                print(
-                    f"{row['network']:18} {threads} threads  batch {batch:3}  "
-                    f"{row['variant']:20} {row['images per second']:8.2f} img/s  "
-                    f"workspace {row['workspace MiB']:7.1f} MiB  "
-                    f"resident {row['resident MiB']:5} MiB",
-                    flush=True,
-                )
-    if arguments.json:
-        old = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
-        again = {(row["network"], row["threads"], row["variant"]) for row in rows}
-        old = [row for row in old if (row["network"], row["threads"], row["variant"]) not in again]
-        rows = old + rows
-        arguments.json.write_text(json.dumps(rows, indent=1))
-    print("\n".join(summary(rows)))
+    asked = given.variants.split(",")
+    names = [name for word in asked for name in (STOCK if word == "stock" else (word,))]
+    runs = [
+        Run(network, given.batch or NETWORKS[network], threads)
+        for network in given.networks.split(",")
+        for threads in map(int, given.threads.split(","))
+    ]
+    minutes = sum(one.seconds(names, given.rounds) for one in runs) / 60
+    print(f"{len(runs)} runs of {len(names)} variants: about {minutes:.0f} minutes", flush=True)
+    results = Results(given.json, ("network", "threads", "batch", "variant"))
+    for one in runs:
+        for row in measure(one, names, given.rounds):
+            results.add(row)
+            print(line(row), flush=True)
+    print("\n".join(summary(results.rows)))
 
 
 if __name__ == "__main__":

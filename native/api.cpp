@@ -4,7 +4,7 @@
 #include "columns.hpp"
 #include "depthwise.hpp"
 #include "direct.hpp"
-#include "norm.hpp"
+#include "pool.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {
@@ -91,7 +91,7 @@ int run(const Entry& entry, int direction, const Problem& g, const void* x, cons
         const void* y, const void* bias, void* out, const void* columns, bool keep) try {
     const i64 bytes = measure<T>(entry, direction, g, columns);
     if (bytes < 0) return unsupported;
-    const Arena::Block block = arena().take((std::size_t)bytes + 64);
+    const Arena::Block block = arena().take((std::size_t)bytes + 64, keep);
     if (!block.data) return no_memory;
     Scratch scratch(block.data);
     const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),
@@ -136,29 +136,43 @@ EXPORT void sw_im2col(int is_double, const Problem* g, const void* x, void* colu
     else im2col(*g, static_cast<const float*>(x), static_cast<float*>(columns));
 }
 
-// Batch norm in training. `relu` is also what comes after it; y is null in its backward if not.
+// Batch norm in training, and the ReLU after it.
 EXPORT void sw_norm_forward(int is_double, const Images* g, const void* x, const void* weight,
-                            const void* bias, double eps, int relu, void* y, void* mean,
-                            void* inverse) {
+                            const void* bias, void* mean, void* inverse, void* running_mean,
+                            void* running_variance, double momentum, double eps, int relu,
+                            void* y) {
     auto run = [&](auto zero) {
         using T = decltype(zero);
-        norm_forward<T>(*g, (const T*)x, (const T*)weight, (const T*)bias, eps, relu != 0, (T*)y,
-                        (T*)mean, (T*)inverse);
+        norm_forward<T>(*g, (const T*)x, {(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse},
+                        {(T*)running_mean, (T*)running_variance, momentum}, eps, relu != 0, (T*)y);
     };
     if (is_double) run(0.0);
     else run(0.0f);
 }
 
 EXPORT void sw_norm_backward(int is_double, const Images* g, const void* dy, const void* x,
-                             const void* y, const void* weight, const void* mean,
-                             const void* inverse, void* dx, void* dweight, void* dbias) {
+                             const void* weight, const void* bias, void* mean, void* inverse,
+                             int relu, void* dx, void* dweight, void* dbias) {
     auto run = [&](auto zero) {
         using T = decltype(zero);
-        norm_backward<T>(*g, (const T*)dy, (const T*)x, (const T*)y, (const T*)weight,
-                         (const T*)mean, (const T*)inverse, (T*)dx, (T*)dweight, (T*)dbias);
+        norm_backward<T>(*g, (const T*)dy, (const T*)x,
+                         {(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse}, relu != 0,
+                         (T*)dx, (T*)dweight, (T*)dbias);
     };
     if (is_double) run(0.0);
     else run(0.0f);
+}
+
+// Max pooling of channels-last images with windows of at most 256 taps.
+EXPORT void sw_pool_forward(int is_double, const Windows* g, const void* x, void* y, void* which) {
+    if (is_double) pool_forward<double>(*g, (const double*)x, (double*)y, (Byte*)which);
+    else pool_forward<float>(*g, (const float*)x, (float*)y, (Byte*)which);
+}
+
+EXPORT void sw_pool_backward(int is_double, const Windows* g, const void* dy, const void* which,
+                             void* dx) {
+    if (is_double) pool_backward<double>(*g, (const double*)dy, (const Byte*)which, (double*)dx);
+    else pool_backward<float>(*g, (const float*)dy, (const Byte*)which, (float*)dx);
 }
 
 EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }
@@ -168,12 +182,4 @@ EXPORT void sw_arena_release() { arena().release(); }
 EXPORT void sw_use_runtime(void* parallel, void* number, void* count) {
     runtime() = {reinterpret_cast<GompParallel>(parallel), reinterpret_cast<ThreadNumber>(number),
                  reinterpret_cast<ThreadNumber>(count)};
-}
-
-// C[m, n] = A[m, k] B[k, n], row-major: the loop nest by itself, as a yardstick.
-EXPORT void sw_sgemm(i64 m, i64 n, i64 k, const float* a, const float* b, float* c, int threads) {
-    Problem g = {};
-    g.n = 1, g.c = k, g.f = m, g.r = g.s = 1, g.h = g.p = 1, g.w = g.q = n;
-    g.stride_h = g.stride_w = g.dilation_h = g.dilation_w = g.groups = 1, g.threads = threads;
-    sw_run(1, forward, 0, &g, b, a, nullptr, nullptr, c, nullptr, 1);
 }

@@ -16,8 +16,8 @@ template <class T> void im2col(const Problem& g, const T* x, T* columns) {
             for (i64 i = mine.begin; i < mine.end; i++) patch_row(g, x, i, 0, n, columns + i * n);
         } else {
             const Range mine = part(n, 1, index, total);
-            TapColumns<T>{g, x}.pack(0, depth, mine.begin, mine.size(), depth,
-                                     columns + mine.begin * depth);
+            TapColumns<T>{g, x}.pack_all(0, depth, mine.begin, mine.size(), depth,
+                                         columns + mine.begin * depth);
         }
     });
 }
@@ -95,7 +95,7 @@ template <class T> void base_filter(const Problem& g, Tensors<T> t, Scratch& scr
         T* dw = t.out + group * g.group_f() * depth;
         if (g.last) {
             if (own) im2col(g, t.x + group * g.group_c(), own);
-            trans_last(g, t.y + group * g.group_f(), Strided<T>{columns, 1, depth}, dw, scratch);
+            trans_last(g, t.y + group * g.group_f(), RowsOfK<T>{columns, depth}, dw, scratch);
         } else {
             if (own) im2col(g, t.x + group * g.group_c() * g.h * g.w, own);
             auto rows = [&](int) { return Strided<T>{columns, n, 1}; };

@@ -162,18 +162,18 @@ void trans_planar(const Problem& g, const T* dy, T* dw, i64 mc, Rows make_rows, 
 // Channels last: dw[f, (r, s, c)] = dy^T[f, pixel] im2col[pixel, (r, s, c)]; nothing is transposed.
 template <class T, class Columns>
 void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Scratch& scratch) {
-    const i64 m = g.group_f(), n = g.depth(), k = g.columns(), kc = kc_of<T>() * 2, mc = blocks.mc / 2;
+    const i64 m = g.group_f(), n = g.depth(), k = g.columns(), kc = kc_of<T>(), mc = blocks.mc * 3 / 2;
     const Tile tile = choose_tile<T>(m, n);
-    const i64 nr = tile.nv * lanes<T>, nc = round_up(blocks.nc / 4, nr);
+    const i64 nr = tile.nv * lanes<T>, nc = round_up(std::min(n, blocks.nc), nr);
     const i64 rows = round_up(std::min(m, mc), tile.mr);
     T* sums = g.filter_last || g.taps() == 1 ? dw : scratch.take<T>(m * n);
     T* a_panels = scratch.take<T>(g.threads * rows * kc);
     T* b_panels = scratch.take<T>(g.threads * nc * kc);
     if (scratch.measuring()) return;
-    const Strided<T> errors{dy, 1, g.f};
+    const RowsOfK<T> errors{dy, g.f};
     parallel((int)g.threads, [&](int index, int total) {
         const Share mine = share(m, n, tile, nr, index, total);
-        PackedA<T, Strided<T>> a{errors, tile.mr, a_panels + index * rows * kc};
+        PackedA<T, RowsOfK<T>> a{errors, tile.mr, a_panels + index * rows * kc};
         PackedB<T, Columns> b{columns, nr, b_panels + index * nc * kc};
         MatrixC<T> c{sums, n};
         gemm<T>(mine.rows, mine.columns, k, kc, rows, nc, tile, a, b, c);

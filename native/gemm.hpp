@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "blocks.hpp"
 #include "threads.hpp"
@@ -53,6 +54,20 @@ void gemm(Range rows, Range columns, i64 k, i64 kc, i64 mc, i64 nc, Tile tile, A
     }
 }
 
+// A source may pack all panels of a block in one pass, which reads memory in order.
+template <class Source, class T, class = void> struct PacksAll {
+    static void run(const Source& source, i64 i, i64 total, i64 k, i64 kb, i64 width, T* to) {
+        for (i64 j = 0; j < total; j += width)
+            source.pack(i + j, std::min(width, total - j), k, kb, width, to + j * kb);
+    }
+};
+template <class Source, class T>
+struct PacksAll<Source, T, std::void_t<decltype(&Source::pack_all)>> {
+    static void run(const Source& source, i64 i, i64 total, i64 k, i64 kb, i64 width, T* to) {
+        source.pack_all(i, total, k, kb, width, to);
+    }
+};
+
 // -- A ---------------------------------------------------------------------------------------------
 
 // Packs each block when it is needed; a Source has pack(i, count, k, kb, width, to): to[k][width].
@@ -64,8 +79,7 @@ template <class T, class Source> struct PackedA {
 
     void load(i64 ic, i64 mb, i64 pc, i64 kb_) {
         start = ic, kb = kb_;
-        for (i64 i = 0; i < mb; i += mr)
-            source.pack(ic + i, std::min<i64>(mr, mb - i), pc, kb, mr, buffer + i * kb);
+        PacksAll<Source, T>::run(source, ic, mb, pc, kb, mr, buffer);
     }
     void multiply(i64 i, int m, int nv, const T* b, i64 ldb, const Target<T>& to) const {
         micro<T>(m, nv).packed(kb, buffer + (i - start) * kb, mr, b, ldb, to);
@@ -121,8 +135,7 @@ template <class T, class Source> struct PackedB {
 
     void load(i64 jc, i64 nb, i64 pc, i64 kb_) {
         start = jc, kb = kb_;
-        for (i64 j = 0; j < nb; j += ld)
-            source.pack(jc + j, std::min(ld, nb - j), pc, kb, ld, buffer + j * kb);
+        PacksAll<Source, T>::run(source, jc, nb, pc, kb, ld, buffer);
     }
     const T* panel(i64 j) const { return buffer + (j - start) * kb; }
 };

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "problem.hpp"
-#include "scratch.hpp"
 #include "threads.hpp"
 
 namespace shardwise {
@@ -16,44 +15,60 @@ struct Images {
     i64 count() const { return n * pixels; }
 };
 
-// Runs of at most this many elements are added in the tensor's own precision, their sums in double.
-constexpr i64 norm_run = 256;
+// So many vectors are added in the tensor's own precision, their sums in double.
+constexpr i64 norm_run = 64;
+constexpr int norm_group = 4;  // vectors side by side: one alone would wait for its last sum
 
-// Calls work(offset, channel, count) for contiguous runs of one channel, or, channels last,
-// work(offset, channel, pixels) for one vector of channels over so many pixels. The last argument is
-// the thread.
-template <class T, class Work> void each_run(const Images& g, Work work) {
-    constexpr int L = lanes<T>;
-    parallel((int)g.threads, [&](int index, int total) {
-        if (!g.last) {
-            const Range mine = part(g.c, 1, index, total);
-            for (i64 c = mine.begin; c < mine.end; c++)
-                for (i64 n = 0; n < g.n; n++)
-                    for (i64 at = 0; at < g.pixels; at += norm_run)
-                        work((n * g.c + c) * g.pixels + at, c, std::min(norm_run, g.pixels - at),
-                             index);
-            return;
-        }
-        const Range mine = part(g.count(), norm_run, index, total);
-        for (i64 at = mine.begin; at < mine.end; at += norm_run)
-            for (i64 c = 0; c < g.c; c += L)
-                work(at * g.c + c, c, std::min(norm_run, mine.end - at), index);
-    });
+// V vectors side by side, `steps` times; the last of them may have fewer lanes in use.
+template <int V> struct Strip {
+    static constexpr int vectors = V;
+    i64 offset, step, steps, channel;
+    i64 used;
+};
+
+// Planar: the run [begin, end) of one channel, from `base`.
+template <class T, class Work>
+inline void planar_strips(i64 base, i64 begin, i64 end, i64 channel, Work& work) {
+    constexpr i64 L = lanes<T>, wide = norm_group * L;
+    i64 at = begin;
+    while (end - at >= wide) {
+        const i64 steps = std::min(norm_run, (end - at) / wide);
+        work(Strip<norm_group>{base + at, wide, steps, channel, L});
+        at += steps * wide;
+    }
+    if (end - at >= L) {
+        work(Strip<1>{base + at, L, (end - at) / L, channel, L});
+        at += (end - at) / L * L;
+    }
+    if (at < end) work(Strip<1>{base + at, L, 1, channel, end - at});
 }
 
-// The vectors of one run: visit(offset, lanes in use, first channel), planar ones along the pixels.
-template <class T, class Visit>
-inline __attribute__((always_inline)) void vectors_of(const Images& g, i64 offset, i64 channel,
-                                                      i64 count, Visit visit) {
-    constexpr int L = lanes<T>;
-    if (!g.last) {
-        i64 i = 0;
-        for (; i + L <= count; i += L) visit(offset + i, L);
-        if (i < count) visit(offset + i, count - i);
-    } else {
-        const i64 used = std::min<i64>(L, g.c - channel);
-        for (i64 i = 0; i < count; i++) visit(offset + i * g.c, used);
-    }
+// Channels last: all channels of the pixels [begin, begin + steps).
+template <class T, class Work>
+inline void last_strips(const Images& g, i64 begin, i64 steps, Work& work) {
+    constexpr i64 L = lanes<T>, wide = norm_group * L;
+    i64 c = 0;
+    for (; c + wide <= g.c; c += wide)
+        work(Strip<norm_group>{begin * g.c + c, g.c, steps, c, L});
+    for (; c < g.c; c += L)
+        work(Strip<1>{begin * g.c + c, g.c, steps, c, std::min(L, g.c - c)});
+}
+
+// make(thread) gives what is called with every strip of a thread's share.
+template <class T, class Make> void each_strip(const Images& g, Make make) {
+    parallel((int)g.threads, [&](int index, int total) {
+        auto work = make(index);
+        if (g.last) {
+            const Range mine = part(g.count(), 1, index, total);
+            for (i64 at = mine.begin; at < mine.end; at += norm_run)
+                last_strips<T>(g, at, std::min(norm_run, mine.end - at), work);
+            return;
+        }
+        const Range mine = part(g.c, 1, index, total);
+        for (i64 c = mine.begin; c < mine.end; c++)
+            for (i64 n = 0; n < g.n; n++)
+                planar_strips<T>((n * g.c + c) * g.pixels, 0, g.pixels, c, work);
+    });
 }
 
 template <class T> inline vec<T> read(const T* p, i64 used) {
@@ -64,110 +79,152 @@ template <class T> inline void put(T* p, vec<T> v, i64 used) {
     else store_part(p, v, used);
 }
 
-// One number per channel as a vector: the same in all lanes (planar), or one for each lane.
-template <class T> inline vec<T> of_channel(const Images& g, const T* values, i64 channel) {
-    if (!g.last) return vec<T>{} + values[channel];
-    return load_part(values + channel, std::min<i64>(lanes<T>, g.c - channel));
-}
-
-// Adds the lanes of a and b to the totals of their channels.
-template <class T>
-inline void add_lanes(const Images& g, i64 channel, vec<T> a, vec<T> b, double* totals) {
-    for (int lane = 0; lane < lanes<T>; lane++) {
-        const i64 c = g.last ? channel + lane : channel;
-        if (c < g.c) totals[2 * c] += a[lane], totals[2 * c + 1] += b[lane];
+// One number per channel for each vector of a strip: the same in all lanes (planar), or one each.
+template <class T, int V> struct PerChannel {
+    vec<T> of[V];
+    PerChannel(const Images& g, const T* values, const Strip<V>& s) {
+        for (int v = 0; v < V; v++)
+            of[v] = g.last ? read(values + s.channel + v * lanes<T>, s.used)
+                           : vec<T>{} + values[s.channel];
     }
+};
+
+// visit(offset, v) for every vector of a strip.
+template <class T, int V, class Visit>
+inline __attribute__((always_inline)) void vectors_of(const Strip<V>& s, Visit visit) {
+    for (i64 i = 0; i < s.steps; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) visit(s.offset + i * s.step + v * lanes<T>, v);
 }
 
-// Two sums for each channel of what `terms` makes of each vector.
+// Two sums for each channel: terms(strip) gives what adds to a and b at an offset of the strip.
 template <class T, class Terms> std::vector<double> sums(const Images& g, Terms terms) {
     std::vector<double> totals((std::size_t)(g.threads * g.c * 2));
-    each_run<T>(g, [&](i64 offset, i64 channel, i64 count, int index) {
-        vec<T> a = {}, b = {};
-        const auto add_to = terms(channel);
-        vectors_of<T>(g, offset, channel, count,
-                      [&](i64 at, i64 used) { add_to(at, used, a, b); });
-        add_lanes<T>(g, channel, a, b, totals.data() + index * g.c * 2);
+    each_strip<T>(g, [&](int index) {
+        double* mine = totals.data() + index * g.c * 2;
+        return [&g, mine, &terms](const auto& s) {
+            constexpr int V = std::decay_t<decltype(s)>::vectors;
+            vec<T> a[V] = {}, b[V] = {};
+            const auto add_to = terms(s);
+            vectors_of<T>(s, [&](i64 at, int v) { add_to(at, v, a[v], b[v]); });
+            if (!g.last)
+                for (int v = 1; v < V; v++) a[0] += a[v], b[0] += b[v];
+            for (int v = 0; v < (g.last ? V : 1); v++)
+                for (i64 lane = 0; lane < s.used; lane++) {
+                    const i64 c = g.last ? s.channel + v * lanes<T> + lane : s.channel;
+                    mine[2 * c] += a[v][lane], mine[2 * c + 1] += b[v][lane];
+                }
+        };
     });
     for (i64 t = 1; t < g.threads; t++)
         for (i64 i = 0; i < 2 * g.c; i++) totals[i] += totals[t * g.c * 2 + i];
     return totals;
 }
 
-// Lanes that a partial vector does not use hold zeros; a shift would make them count.
-template <class T> inline vec<T> only(vec<T> v, i64 used) {
-    if (used == lanes<T>) return v;
-    for (i64 lane = used; lane < lanes<T>; lane++) v[lane] = 0;
-    return v;
-}
+template <class T> struct Norm {
+    const T *weight, *bias;  // or null
+    T *mean, *inverse;       // of this batch: 1 / sqrt(variance + eps)
+
+    // y = x * scale + offset
+    std::vector<T> scale(const Images& g) const {
+        std::vector<T> out(inverse, inverse + g.c);
+        for (i64 c = 0; weight && c < g.c; c++) out[c] *= weight[c];
+        return out;
+    }
+    std::vector<T> offset(const Images& g, const std::vector<T>& scale) const {
+        std::vector<T> out((std::size_t)g.c);
+        for (i64 c = 0; c < g.c; c++) out[c] = (bias ? bias[c] : T(0)) - mean[c] * scale[c];
+        return out;
+    }
+};
+
+// What a module keeps of all batches; null pointers where it keeps nothing.
+template <class T> struct Running {
+    T *mean, *variance;
+    double momentum;
+
+    void update(i64 c, double new_mean, double new_variance, i64 count) const {
+        if (!mean) return;
+        const double unbiased = count > 1 ? new_variance * count / (count - 1) : new_variance;
+        mean[c] = (T)(mean[c] + momentum * (new_mean - mean[c]));
+        variance[c] = (T)(variance[c] + momentum * (unbiased - variance[c]));
+    }
+};
 
 template <class T>
-void norm_forward(const Images& g, const T* x, const T* weight, const T* bias, double eps, bool relu,
-                  T* y, T* mean, T* inverse) {
+void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Running<T>& running,
+                  double eps, bool relu, T* y) {
     // Sums of differences from a value of the channel: no digits are lost to a large mean.
-    std::vector<T> shift((std::size_t)g.c), scale(shift), offset(shift);
+    std::vector<T> shift((std::size_t)g.c);
     for (i64 c = 0; c < g.c; c++) shift[c] = x[g.last ? c : c * g.pixels];
-    const auto totals = sums<T>(g, [&](i64 channel) {
-        const vec<T> base = of_channel(g, shift.data(), channel);
-        return [=](i64 at, i64 used, vec<T>& a, vec<T>& b) {
-            const vec<T> v = only<T>(read(x + at, used) - base, used);
-            a += v;
-            b += v * v;
+    const auto totals = sums<T>(g, [&](const auto& s) {
+        const PerChannel base(g, shift.data(), s);
+        return [=, &s](i64 at, int v, vec<T>& a, vec<T>& b) {
+            const vec<T> d = read(x + at, s.used) - base.of[v];
+            a += d;  // lanes that are not in use are not added up
+            b += d * d;
         };
     });
     for (i64 c = 0; c < g.c; c++) {
         const double average = totals[2 * c] / g.count();
-        const double variance = totals[2 * c + 1] / g.count() - average * average;
-        mean[c] = (T)(shift[c] + average);
-        inverse[c] = (T)(1 / std::sqrt((variance > 0 ? variance : 0) + eps));
-        scale[c] = (weight ? weight[c] : T(1)) * inverse[c];
-        offset[c] = (bias ? bias[c] : T(0)) - mean[c] * scale[c];
+        const double spread = totals[2 * c + 1] / g.count() - average * average;
+        const double variance = spread > 0 ? spread : 0;
+        norm.mean[c] = (T)(shift[c] + average);
+        norm.inverse[c] = (T)(1 / std::sqrt(variance + eps));
+        running.update(c, shift[c] + average, variance, g.count());
     }
-    each_run<T>(g, [&](i64 start, i64 channel, i64 count, int) {
-        const vec<T> s = of_channel(g, scale.data(), channel);
-        const vec<T> o = of_channel(g, offset.data(), channel);
-        vectors_of<T>(g, start, channel, count, [&](i64 at, i64 used) {
-            vec<T> v = read(x + at, used) * s + o;
-            if (relu) v = v > 0 ? v : vec<T>{};
-            put<T>(y + at, v, used);
-        });
+    const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
+    each_strip<T>(g, [&](int) {
+        return [&](const auto& s) {
+            const PerChannel by(g, scale.data(), s), to(g, offset.data(), s);
+            vectors_of<T>(s, [&](i64 at, int v) {
+                vec<T> value = read(x + at, s.used) * by.of[v] + to.of[v];
+                if (relu) value = value > 0 ? value : vec<T>{};
+                put<T>(y + at, value, s.used);
+            });
+        };
     });
 }
 
-// dy is masked where the ReLU was 0; y tells.
+// With `relu`, dy counts only where y was positive: y is computed again, just as it was before.
 template <class T>
-void norm_backward(const Images& g, const T* dy, const T* x, const T* y, const T* weight,
-                   const T* mean, const T* inverse, T* dx, T* dweight, T* dbias) {
-    auto error = [=](i64 at, i64 used) {
-        const vec<T> d = read(dy + at, used);
-        return y ? (read(y + at, used) > 0 ? d : vec<T>{}) : d;
+void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm, bool relu, T* dx,
+                   T* dweight, T* dbias) {
+    const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
+    auto errors = [&](const auto& s) {
+        const PerChannel by(g, scale.data(), s), to(g, offset.data(), s);
+        return [=, &s](i64 at, int v, vec<T> value) {
+            const vec<T> d = read(dy + at, s.used);
+            return relu ? (value * by.of[v] + to.of[v] > 0 ? d : vec<T>{}) : d;
+        };
     };
-    const auto totals = sums<T>(g, [&](i64 channel) {
-        const vec<T> m = of_channel(g, mean, channel);
-        return [=](i64 at, i64 used, vec<T>& a, vec<T>& b) {
-            const vec<T> d = error(at, used);  // 0 in lanes that are not used
+    const auto totals = sums<T>(g, [&](const auto& s) {
+        const PerChannel mean(g, norm.mean, s);
+        return [=, &s, error = errors(s)](i64 at, int v, vec<T>& a, vec<T>& b) {
+            const vec<T> value = read(x + at, s.used), d = error(at, v, value);
             a += d;
-            b += d * (read(x + at, used) - m);
+            b += d * (value - mean.of[v]);
         };
     });
-    std::vector<T> by_error((std::size_t)g.c), by_x(by_error), constant(by_error);
+    std::vector<T> by_x((std::size_t)g.c), constant(by_x);
     for (i64 c = 0; c < g.c; c++) {
-        const double s = totals[2 * c], t = totals[2 * c + 1] * inverse[c];
+        const double s = totals[2 * c], t = totals[2 * c + 1] * norm.inverse[c];
         dbias[c] = (T)s;
         dweight[c] = (T)t;
-        const double factor = (weight ? weight[c] : T(1)) * (double)inverse[c];
-        const double slope = -factor * t / g.count() * inverse[c];
-        by_error[c] = (T)factor;
-        by_x[c] = (T)slope;
-        constant[c] = (T)(-factor * s / g.count());
+        by_x[c] = (T)(-scale[c] * t / g.count() * norm.inverse[c]);
+        constant[c] = (T)(-scale[c] * s / g.count());
     }
-    each_run<T>(g, [&](i64 start, i64 channel, i64 count, int) {
-        const vec<T> e = of_channel(g, by_error.data(), channel), m = of_channel(g, mean, channel);
-        const vec<T> s = of_channel(g, by_x.data(), channel);
-        const vec<T> k = of_channel(g, constant.data(), channel);
-        vectors_of<T>(g, start, channel, count, [&](i64 at, i64 used) {
-            put<T>(dx + at, error(at, used) * e + (read(x + at, used) - m) * s + k, used);
-        });
+    each_strip<T>(g, [&](int) {
+        return [&](const auto& s) {
+            const PerChannel by_error(g, scale.data(), s), mean(g, norm.mean, s);
+            const PerChannel slope(g, by_x.data(), s), rest(g, constant.data(), s);
+            const auto error = errors(s);
+            vectors_of<T>(s, [&](i64 at, int v) {
+                const vec<T> value = read(x + at, s.used);
+                put<T>(dx + at, error(at, v, value) * by_error.of[v] +
+                                    (value - mean.of[v]) * slope.of[v] + rest.of[v], s.used);
+            });
+        };
     });
 }
 

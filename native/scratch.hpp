@@ -5,6 +5,10 @@
 #include <mutex>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "simd.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -52,7 +56,8 @@ class Arena {
         std::size_t bytes;
     };
 
-    Block take(std::size_t bytes) {
+    // Only a block that stays is worth huge pages: they take long to get.
+    Block take(std::size_t bytes, bool keep) {
         {
             std::lock_guard<std::mutex> hold(mutex);
             if (!free.empty()) {
@@ -63,8 +68,13 @@ class Arena {
                 std::free(block.data);
             }
         }
-        bytes = (bytes + 4095) / 4096 * 4096;
-        char* data = static_cast<char*>(std::aligned_alloc(4096, bytes));
+        const std::size_t page = keep && bytes >= huge_page ? huge_page : 4096;
+        bytes = (bytes + page - 1) / page * page;
+        char* data = static_cast<char*>(std::aligned_alloc(page, bytes));
+#if defined(MADV_HUGEPAGE)
+        // Transforms write to dozens of planes at once: with small pages, each is a miss of the TLB.
+        if (data && page == huge_page) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
         std::lock_guard<std::mutex> hold(mutex);
         if (data) held += bytes;
         if (held > peak) peak = held;
@@ -95,6 +105,7 @@ class Arena {
     }
 
   private:
+    static constexpr std::size_t huge_page = 2 << 20;
     std::mutex mutex;
     std::vector<Block> free;
     std::size_t held = 0, peak = 0;

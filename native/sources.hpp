@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "gemm.hpp"
 #include "problem.hpp"
@@ -26,6 +27,23 @@ template <class T> struct Strided {
     void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
         segments = 1, length = kb;
         for (i64 t = 0; t < mb; t++) table[t] = data + (i + t) * by_i + k;
+    }
+};
+
+// A matrix whose rows are k, as channels-last tensors are: data[k * ld + i].
+template <class T> struct RowsOfK {
+    const T* data;
+    i64 ld;
+
+    void pack_all(i64 i, i64 total, i64 k, i64 kb, i64 width, T* to) const {
+        for (i64 p = 0; p < kb; p++) {
+            const T* from = data + (k + p) * ld + i;
+            for (i64 j = 0; j < total; j += width) {
+                const i64 count = std::min(width, total - j);
+                copy(to + j * kb + p * width, from + j, count);
+                if (count < width) fill_zero(to + j * kb + p * width + count, width - count);
+            }
+        }
     }
 };
 
@@ -230,28 +248,40 @@ template <class T> struct TapColumns {
     const Problem& g;
     const T* x;
 
-    void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
-        const i64 channels = g.group_c();
-        for (i64 t = 0; t < count;) {
-            const i64 tap = (i + t) / channels, c = (i + t) % channels;
-            const i64 length = std::min(count - t, channels - c);
-            one_tap(tap / g.s, tap % g.s, c, length, k, kb, width, to + t);
-            t += length;
+    // Channels of one tap that lie in one panel.
+    struct Piece {
+        i64 down, right, channel, count, to;
+    };
+
+    void pack_all(i64 i, i64 total, i64 k, i64 kb, i64 width, T* to) const {
+        const std::vector<Piece> pieces = cut(i, total, kb, width);
+        Pixel at = pixel_at(g, k);
+        for (i64 p = 0; p < kb; p++, next_pixel(g, at)) {
+            const i64 top = at.row * g.stride_h - g.pad_h, left = at.column * g.stride_w - g.pad_w;
+            for (const Piece& one : pieces) {
+                const i64 row = top + one.down, column = left + one.right;
+                T* target = to + one.to + p * width;
+                if (one.channel >= 0 && row >= 0 && row < g.h && column >= 0 && column < g.w)
+                    copy(target, x + ((at.image * g.h + row) * g.w + column) * g.c + one.channel,
+                         one.count);
+                else fill_zero(target, one.count);
+            }
         }
-        pad_rows(to, count, width, kb);
     }
 
-    void one_tap(i64 r, i64 s, i64 c, i64 length, i64 k, i64 kb, i64 width, T* to) const {
-        Pixel at = pixel_at(g, k);
-        for (i64 p = 0; p < kb; p++, to += width) {
-            const i64 row = at.row * g.stride_h - g.pad_h + r * g.dilation_h;
-            const i64 column = at.column * g.stride_w - g.pad_w + s * g.dilation_w;
-            if (row >= 0 && row < g.h && column >= 0 && column < g.w)
-                copy(to, x + ((at.image * g.h + row) * g.w + column) * g.c + c, length);
-            else
-                fill_zero(to, length);
-            next_pixel(g, at);
+    std::vector<Piece> cut(i64 i, i64 total, i64 kb, i64 width) const {
+        std::vector<Piece> pieces;
+        const i64 channels = g.group_c();
+        for (i64 t = 0; t < total;) {
+            const i64 tap = (i + t) / channels, c = (i + t) % channels, inside = t % width;
+            const i64 count = std::min({total - t, channels - c, width - inside});
+            pieces.push_back({tap / g.s * g.dilation_h, tap % g.s * g.dilation_w, c, count,
+                              (t - inside) * kb + inside});
+            t += count;
         }
+        if (const i64 used = total % width)  // zeros to the end of the last panel
+            pieces.push_back({0, 0, -1, width - used, total / width * width * kb + used});
+        return pieces;
     }
 };
 

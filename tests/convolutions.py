@@ -1,6 +1,7 @@
 """Random convolutions, and what they should give: sums over taps in float64, nothing clever.
 
-Run as a script, it checks every kernel on a few of them: AddressSanitizer watches that.
+Run as a script, it checks every kernel on a few of them, those of norms and pools too:
+AddressSanitizer watches that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 import torch
 
+from images import check_norm, check_pool
 from shardwise.kernels.native import DIRECTIONS, DONE, Library, library
 from shardwise.kernels.run import INEXACT, KERNELS
 from shardwise.kernels.shape import ConvShape
@@ -144,3 +146,7 @@ def check(kernel: str, direction: str, seed: int, count: int) -> float:
 if __name__ == "__main__":
     for kernel, direction in CASES:
         print(kernel, direction, f"{check(kernel, direction, 0, int(sys.argv[1])):.2f}", flush=True)
+    rng = random.Random(0)
+    for _ in range(8 * int(sys.argv[1])):
+        check_norm(rng, relu=rng.random() < 0.5, affine=rng.random() < 0.5)
+        check_pool(rng)

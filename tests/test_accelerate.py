@@ -11,7 +11,8 @@ from torch import nn
 import shardwise
 import shardwise.cli
 from shardwise.accelerate import TunedConv2d, convolutions
-from shardwise.kernels.tuner import Choice
+from shardwise.kernels import layers
+from shardwise.kernels.run import Choice
 
 CHOICES = [
     Choice("base", "base", "base"),
@@ -50,20 +51,27 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["keep", "channels_last", "auto"])
-def test_the_copy_shares_parameters_and_computes_the_same(layout: str) -> None:
+def test_the_copy_shares_parameters_and_computes_the_same(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "MARGIN", float("inf"))  # our kernels, however slow they are here
     model, x = network().double(), torch.randn(4, 3, 12, 10, dtype=torch.float64)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    fast = shardwise.accelerate(model, x, layout=layout, fuse_norms=True)
+    fast = shardwise.accelerate(model, x, layout=layout)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert list(fast.state_dict()) == list(before)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     for a, b in zip(model.parameters(), fast.parameters(), strict=True):
         assert a is b
-    assert type(model[0]) is nn.Conv2d and isinstance(fast[0], TunedConv2d)
-    assert type(model[2]) is nn.ReLU and type(fast[2]) is nn.Identity and fast[1].relu
+    assert type(model[0]) is nn.Conv2d and type(model[2]) is nn.ReLU
+    assert not model._forward_pre_hooks and model[0](x).is_contiguous()
+    if layout != "auto":  # where torch may win the whole step
+        assert isinstance(fast[0], TunedConv2d)
+        assert type(fast[2]) is nn.Identity and fast[1].relu
     assert type(fast[3]) is nn.Conv2d  # padding by name stays with the stock operator
+    model[5].p = fast[5].p = 0.0  # dropout draws its numbers in the order of memory
     for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -125,3 +133,19 @@ def test_a_parallel_model_uses_the_kernels_that_were_timed() -> None:
     parallel = shardwise.parallelize(network(), plan)
     with shardwise.tuning():
         torch.testing.assert_close(parallel.eval()(x), model.eval()(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("margin", [0.0, float("inf")])
+def test_norms_and_pools_are_ours_only_where_that_is_faster(
+    margin: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "MARGIN", margin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3 * 9, 2))
+    x = torch.randn(4, 3, 6, 6)
+    fast = shardwise.accelerate(model, x, layout="channels_last")
+    assert [type(fast[i]) is not type(model[i]) for i in range(4)] == [margin > 0] * 2 + [False] * 2
+    assert model[0].num_batches_tracked == 0
+    for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(model[0].num_batches_tracked, fast[0].num_batches_tracked)

@@ -159,3 +159,27 @@ def test_export_and_compile_see_the_operator() -> None:
     torch.testing.assert_close(exported.module()(x), net(x))
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_functional_transforms_get_the_stock_operator() -> None:
+    x, w = (t.detach() for t in tensors((2, 3, 7, 6), (4, 3, 3, 3)))
+    ours = torch.func.grad(lambda w: conv(x, w, relu=True, **NAMES).square().sum())(w)
+    stock = torch.func.grad(lambda w: torch.conv2d(x, w).relu().square().sum())(w)
+    torch.testing.assert_close(ours, stock)
+
+
+def test_fake_tensors_and_modes_that_watch_operators_see_the_operator() -> None:
+    x, w = tensors((2, 3, 7, 6), (4, 3, 3, 3))
+    seen: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        y = conv(x, w, padding=1, **NAMES)
+    assert "shardwise.conv.default" in seen
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fake = conv(mode.from_tensor(x), mode.from_tensor(w), padding=1, **NAMES)
+    assert fake.shape == y.shape and fake.stride() == y.stride()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shardwise.kernels import native, tuner
+from shardwise.kernels.run import Choice
 from shardwise.kernels.shape import ConvShape
-from shardwise.kernels.tuner import Choice, Tuner
+from shardwise.kernels.tuner import Tuner
 from shardwise.kernels.winners import Winners
 
 SHAPE = ConvShape((2, 4, 9, 9), (8, 4, 3, 3), padding=(1, 1))

@@ -11,9 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.kernels import tuner
+from shardwise.kernels.layers import OWN, adopt
 from shardwise.kernels.norm import FusedBatchNorm2d
+from shardwise.kernels.ops import convolve
+from shardwise.kernels.run import Choice
 from shardwise.kernels.shape import ConvShape, shape_of
-from shardwise.kernels.tuner import MEMORY_BYTES, Choice, Tuner
+from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
 from shardwise.stored import copy_structure
 from shardwise.units import parse_size
 
@@ -28,11 +31,8 @@ class TunedConv2d(nn.Conv2d):
         if self.choice.stock or input.ndim != 4:
             y = super().forward(input)
             return functional.relu(y, inplace=True) if self.relu else y
-        names = (self.choice.fwd, self.choice.dx, self.choice.dw)
-        how = (self.stride, self.padding, self.dilation)
-        return torch.ops.shardwise.conv(
-            input, self.weight, self.bias, *how, self.groups, *names, self.relu
-        )
+        how = (self.stride, self.padding, self.dilation, self.groups)
+        return convolve(input, self.weight, self.bias, how, self.choice, self.relu)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,17 @@ def accelerate(
     memory: str | int | None = None,
     exact_kernels: bool = False,
     layout: str = "keep",
-    fuse_norms: bool = False,
     report: Callable[[Seen], None] | None = None,
 ) -> nn.Module:
     """A tuned copy of a model: the same parameters, the same `state_dict`, faster convolutions.
 
-    A convolution takes the ReLU that follows it in a sequence along. With `fuse_norms`, batch norm
-    runs on a kernel of ours that does so too; whether that is faster is not timed.
-
     Every kernel is timed on every convolution that x meets, the stock operator too, and the
-    fastest one of each direction is used from then on; times are kept on disk. `memory` limits the
-    workspace of a kernel, `exact_kernels` forbids Winograd's (which round more), `layout="auto"`
-    also tries channels last and converts the inputs if that is faster.
+    fastest one of each direction is used from then on; so are batch norm and max pooling. Times are
+    kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along.
+
+    `memory` limits the workspace of a kernel, `exact_kernels` forbids Winograd's (which round
+    more), `layout="auto"` times whole steps in both layouts, converts the inputs to channels last
+    if that is faster, and leaves everything to torch if nothing is.
 
     >>> twin = accelerate(model, torch.randn(64, 3, 32, 32))  # doctest: +SKIP
     """
@@ -70,21 +69,21 @@ def accelerate(
         raise ValueError(f"layout={layout!r} is not one of keep, channels_last, auto")
     limit = parse_size(memory) if isinstance(memory, str) else memory
     chooser = Tuner(MEMORY_BYTES if limit is None else limit, exact_kernels)
-
-    def tuned(last: bool) -> nn.Module:
-        twin = _tuned(model, x, last, chooser, report)
-        for module in twin.modules() if fuse_norms else ():
-            if type(module) is nn.BatchNorm2d:
-                module.__class__ = FusedBatchNorm2d
-        _fuse_relus(twin)
-        return twin
-
     if layout != "auto":
-        return tuned(layout == "channels_last")
-    twins = {str(last): tuned(last) for last in (False, True)}
+        return _tuned(model, x, layout == "channels_last", chooser, report)
+    twins = {f"tuned {last}": _tuned(model, x, last, chooser, report) for last in (False, True)}
+    twins |= {f"stock {last}": _laid_out(model, last) for last in (False, True)}
     steps = {key: _training_step(twin, x) for key, twin in twins.items()}
     times = tuner.interleaved(steps)
     return twins[min(times, key=times.__getitem__)]
+
+
+def _laid_out(model: nn.Module, last: bool) -> nn.Module:
+    twin = copy_structure(model)
+    if last:
+        twin._forward_pre_hooks = twin._forward_pre_hooks.copy()  # the original has no part in it
+        twin.register_forward_pre_hook(_channels_last)
+    return twin
 
 
 def _tuned(
@@ -94,13 +93,10 @@ def _tuned(
     chooser: Tuner,
     report: Callable[[Seen], None] | None,
 ) -> nn.Module:
-    twin = copy_structure(model)
-    if last:
-        twin.register_forward_pre_hook(_channels_last)
-        x = x.contiguous(memory_format=torch.channels_last)
-    seen = convolutions(twin, x)
+    twin = _laid_out(model, last)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
     choices: dict[str, Choice] = {}
-    for one in seen:
+    for one in convolutions(twin, x):
         if report is not None:
             report(one)
         directions = ("fwd", "dw") if one.first else ("fwd", "dx", "dw")
@@ -109,22 +105,38 @@ def _tuned(
         module = twin.get_submodule(name)
         module.__class__ = TunedConv2d  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
+    before_relus = {id(before) for _, before, _ in _before_relus(twin)}
+
+    def race(name: str, input: torch.Tensor) -> None:
+        layer = twin.get_submodule(name)
+        adopt(layer, input, chooser, id(layer) in before_relus)
+
+    _watch(twin, x, tuple(OWN), race)
+    _fuse_relus(twin)
     return twin
 
 
 def _fuse_relus(model: nn.Module) -> None:
     """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
+    for sequence, before, name in _before_relus(model):
+        if isinstance(before, TunedConv2d | FusedBatchNorm2d):
+            before.relu = True
+            sequence._modules[name] = nn.Identity().train(before.training)
+
+
+def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
+    """Sequences, layers that only a ReLU follows there, and the names of those ReLUs."""
     uses: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         uses[id(module)] = uses.get(id(module), 0) + 1
-    for sequence in model.modules():
-        if type(sequence) is not nn.Sequential:
-            continue
-        for (_, before), (name, after) in pairwise(sequence._modules.items()):
-            able = isinstance(before, TunedConv2d | FusedBatchNorm2d) and type(after) is nn.ReLU
-            if able and uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after):
-                before.relu = True  # type: ignore[union-attr]
-                sequence._modules[name] = nn.Identity().train(after.training)
+    return [
+        (sequence, before, name)
+        for sequence in model.modules()
+        if type(sequence) is nn.Sequential
+        for (_, before), (name, after) in pairwise(sequence._modules.items())
+        if type(after) is nn.ReLU and isinstance(before, nn.Conv2d | nn.BatchNorm2d)
+        if uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after)
+    ]
 
 
 def _hooked(*modules: nn.Module) -> bool:
@@ -149,27 +161,38 @@ def convolutions(model: nn.Module, x: torch.Tensor) -> list[Seen]:
     """
     found: dict[str, Seen] = {}
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Conv2d, inputs: tuple[torch.Tensor, ...]) -> None:
-            if module.padding_mode != "zeros" or isinstance(module.padding, str):
-                return
-            how = (module.stride, module.padding, module.dilation, module.groups)
-            shape = shape_of(inputs[0], module.weight, *how)  # type: ignore[arg-type]
-            if shape is not None:
-                found[name] = Seen(name, shape, inputs[0].data_ptr() == x.data_ptr())
+    def record(name: str, input: torch.Tensor) -> None:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Conv2d)
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return
+        how = (module.stride, module.padding, module.dilation, module.groups)
+        shape = shape_of(input, module.weight, *how)  # type: ignore[arg-type]
+        if shape is not None:
+            found[name] = Seen(name, shape, input.data_ptr() == x.data_ptr())
 
-        return hook
+    _watch(model, x, (nn.Conv2d,), record)
+    return list(found.values())
 
+
+def _watch(
+    model: nn.Module,
+    x: torch.Tensor,
+    kinds: tuple[type[nn.Module], ...],
+    record: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Runs a forward pass and tells what goes into these layers; the model's state is as before."""
     twin = copy_structure(model)
     for module in twin.modules():  # running statistics change in a forward pass: those of copies
         module._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
         module._forward_pre_hooks = module._forward_pre_hooks.copy()
     for name, module in twin.named_modules():
-        if type(module) is nn.Conv2d:
-            module.register_forward_pre_hook(record(name))
+        if type(module) in kinds:
+            module.register_forward_pre_hook(
+                lambda _module, inputs, name=name: record(name, inputs[0])
+            )
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         twin(x)
-    return list(found.values())
 
 
 def _training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:

@@ -106,7 +106,10 @@ def load(path: Path) -> Library:
     lib.sw_im2col.argtypes = [number, problem, pointer, pointer]
     lib.sw_arena_peak.restype = long
     lib.sw_use_runtime.argtypes = [pointer] * 3
-    lib.sw_sgemm.argtypes = [long] * 3 + [pointer] * 3 + [number]
+    real = ctypes.c_double
+    lib.sw_norm_forward.argtypes = [number, *[pointer] * 8, real, real, number, pointer]
+    lib.sw_norm_backward.argtypes = [number, *[pointer] * 7, number, *[pointer] * 3]
+    lib.sw_pool_forward.argtypes = lib.sw_pool_backward.argtypes = [number, *[pointer] * 4]
     numbers: dict[str, int] = {}
     while (name := lib.sw_kernel_name(len(numbers))) is not None:
         numbers[name.decode()] = len(numbers)

@@ -3,6 +3,8 @@
     shardwise.conv(x, w, bias, stride=2, padding=1, fwd="convgemm", dx="deconvgemm", dw="stock")
 
 Each direction has its own kernel. The gradients are operators too, with gradients of their own.
+Where nothing is traced, `convolve` goes around torch's dispatcher, which takes longer than a small
+convolution.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.kernels import run
-from shardwise.kernels.run import KERNELS, STOCK, Settings, kernels_for
-from shardwise.kernels.shape import channels_last, memory_format
+from shardwise.kernels.run import KERNELS, STOCK, Choice, Settings, kernels_for
+from shardwise.kernels.shape import channels_last, is_eager, memory_format
 
 _TAIL = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str fwd, str dx, str dw"
@@ -52,8 +54,8 @@ def conv(
         if name not in kernels_for(direction):
             known = ", ".join(kernels_for(direction))
             raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
-    pairs = (list(_pair(v)) for v in (stride, padding, dilation))
-    return torch.ops.shardwise.conv(x, w, bias, *pairs, groups, fwd, dx, dw, relu)
+    settings = (_pair(stride), _pair(padding), _pair(dilation), groups)
+    return convolve(x, w, bias, settings, Choice(fwd, dx, dw), relu)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -63,6 +65,53 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 def _settings(tail: Tail) -> Settings:
     stride, padding, dilation, groups = tail[:4]
     return tuple(stride), tuple(padding), tuple(dilation), groups
+
+
+def convolve(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: Settings,
+    choice: Choice,
+    relu: bool,
+) -> torch.Tensor:
+    """The operator, or the same without the dispatcher where that does.
+
+    torch.func's transforms know neither: they get the stock operator.
+    """
+    if torch._C._are_functorch_transforms_active():
+        y = torch.convolution(x, w, bias, *settings[:3], False, [0, 0], settings[3])
+        return y.relu() if relu else y
+    if is_eager(x, w, bias):
+        return Convolution.apply(x, w, bias, settings, choice, relu)  # type: ignore[return-value]
+    return torch.ops.shardwise.conv(
+        x, w, bias, *map(list, settings[:3]), settings[3], *choice, relu
+    )
+
+
+class Convolution(torch.autograd.Function):
+    """A convolution of plain tensors; second derivatives are those of the operators."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, settings: Settings, choice: Choice, relu: bool):  # type: ignore[no-untyped-def]
+        y = run.forward(x, w, bias, settings, choice.fwd, relu)
+        ctx.save_for_backward(x, w, *([y] if relu else []))
+        ctx.settings, ctx.choice, ctx.tail = settings, choice, (*settings, *choice)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():
+            return *_conv_gradients(ctx, dy)[:3], None, None, None
+        (x, w, *y), settings, choice = ctx.saved_tensors, ctx.settings, ctx.choice
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        dy = torch.ops.aten.threshold_backward(dy, y[0], 0) if y else dy
+        if needs_x and needs_w and choice.dx == choice.dw == STOCK:  # it shares work between them
+            dx, dw = run.stock_backward(dy, x, w, settings, (True, True))
+        else:
+            dx = run.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
+            dw = run.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
+        return dx, dw, dy.sum((0, 2, 3)) if needs_bias else None, None, None, None
 
 
 # -- what the operators compute --------------------------------------------------------------------
@@ -116,10 +165,10 @@ def _fake_dw(dy, x, w, *_tail):  # type: ignore[no-untyped-def]
 
 
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w, bias, *tail = inputs
+    x, w, _, *tail = inputs
     relu = tail[7]
     ctx.save_for_backward(x, w, *([output] if relu else []))
-    ctx.tail, ctx.bias = tail[:7], bias is not None
+    ctx.tail = tail[:7]
 
 
 def _conv_gradients(ctx, dy):  # type: ignore[no-untyped-def]
@@ -129,7 +178,7 @@ def _conv_gradients(ctx, dy):  # type: ignore[no-untyped-def]
     ops = torch.ops.shardwise
     dx = ops.conv_dx(dy, x, w, *ctx.tail) if ctx.needs_input_grad[0] else None
     dw = ops.conv_dw(dy, x, w, *ctx.tail) if ctx.needs_input_grad[1] else None
-    db = dy.sum((0, 2, 3)) if ctx.bias and ctx.needs_input_grad[2] else None
+    db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
     return dx, dw, db, *[None] * 8
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,18 @@ INEXACT = ("winograd2", "winograd4")  # more rounding than a plain sum of produc
 persistent = True  # P1's PM: workspaces stay allocated between calls
 
 Settings = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+
+
+class Choice(NamedTuple):
+    """The kernel of each direction."""
+
+    fwd: str = STOCK
+    dx: str = STOCK
+    dw: str = STOCK
+
+    @property
+    def stock(self) -> bool:
+        return self == (STOCK, STOCK, STOCK)
 
 
 def kernels_for(direction: str) -> tuple[str, ...]:
@@ -65,7 +78,7 @@ def backward_data(
     kernel: str,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
-        return _stock_backward(dy, x, w, settings, (True, False))[0]
+        return stock_backward(dy, x, w, settings, (True, False))[0]
 
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, dy):
@@ -82,7 +95,7 @@ def backward_filter(
     kernel: str,
 ) -> torch.Tensor:
     def stock() -> torch.Tensor:
-        return _stock_backward(dy, x, w, settings, (False, True))[1]
+        return stock_backward(dy, x, w, settings, (False, True))[1]
 
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, dy):
@@ -119,13 +132,14 @@ def _run(
     return stock()
 
 
-def _stock_backward(
+def stock_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
     settings: Settings,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dw of torch's own operator, those that are wanted."""
     stride, padding, dilation, groups = settings
     dx, dw, _ = torch.ops.aten.convolution_backward(
         dy, x, w, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]
@@ -138,11 +152,11 @@ def _same(x: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _dense(t: torch.Tensor, last: bool) -> torch.Tensor:
-    return t.detach().contiguous(memory_format=memory_format(last))
+    return t.contiguous(memory_format=memory_format(last))
 
 
 def _plain(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.detach().contiguous()
+    return None if t is None else t.contiguous()
 
 
 assert set(KERNELS) == set(DIRECTIONS)

@@ -75,14 +75,15 @@ def shape_of(
     shape = ConvShape(
         *(tuple(x.shape), tuple(w.shape), stride, padding, dilation, groups),  # type: ignore[arg-type]
         last=channels_last(x, w),
-        filter_last=_strictly_last(w),
+        filter_last=strictly_last(w),
         dtype=PRECISIONS[x.dtype],
     )
     fits = shape.x[1] == shape.w[1] * groups and shape.w[0] % groups == 0
     return shape if fits and min(shape.out) > 0 and min(shape.w) > 0 else None
 
 
-def _strictly_last(t: torch.Tensor) -> bool:
+def strictly_last(t: torch.Tensor) -> bool:
+    """Whether the channels lie last, and that is not the same as lying planar."""
     return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
@@ -90,7 +91,7 @@ def channels_last(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether y is to have its channels last: as x; as w where x is the same either way."""
     if x.is_contiguous():
         either = x.is_contiguous(memory_format=torch.channels_last)
-        return either and _strictly_last(w)
+        return either and strictly_last(w)
     return x.is_contiguous(memory_format=torch.channels_last) or (
         x.stride(1) == 1 and x.shape[1] > 1
     )
@@ -98,3 +99,11 @@ def channels_last(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def memory_format(last: bool) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
+
+
+def is_eager(*tensors: torch.Tensor | None) -> bool:
+    """Whether these are plain tensors and nothing traces, transforms or watches operators."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    return plain and not torch._C._len_torch_dispatch_stack()

@@ -5,34 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from shardwise.kernels import run
 from shardwise.kernels.native import DIRECTIONS
-from shardwise.kernels.run import STOCK, Settings, kernels_for
+from shardwise.kernels.ops import convolve
+from shardwise.kernels.run import STOCK, Choice, Settings, kernels_for
 from shardwise.kernels.shape import ConvShape, memory_format, shape_of
 from shardwise.kernels.winners import Times, Winners, fits
 
 MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
 ROUNDS = 3
 HOPELESS = 2.0  # times slower than the best: not timed again
+TRIAL = 4.0  # the same on a few samples, where what is done once (to the filters) weighs more
 LARGE = 500_000_000  # operations: worth a trial on a few samples first
 MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The kernel of each direction."""
-
-    fwd: str = STOCK
-    dx: str = STOCK
-    dw: str = STOCK
-
-    @property
-    def stock(self) -> bool:
-        return (self.fwd, self.dx, self.dw) == (STOCK, STOCK, STOCK)
 
 
 class Tuner:
@@ -94,7 +82,7 @@ class Tuner:
         if shape.flops >= LARGE and few < x.shape[0]:
             sample = (x[:few], w, dy[:few])
             trial = interleaved({n: call(direction, n, how, *sample) for n in names}, rounds=1)
-            limit = HOPELESS * min(trial.values())
+            limit = TRIAL * min(trial.values())
             record.update({n: t * x.shape[0] / few for n, t in trial.items() if t > limit})
             names = [name for name in names if trial[name] <= limit]
         record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
@@ -136,14 +124,14 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS)
     """The least seconds of each call: others on the machine only add to it. Calls take turns, since
     a machine's speed drifts.
 
-    The first round warms up: it also touches memory for the first time. Calls that are then far
-    behind the best are not made again.
+    The first round warms up: it also touches memory for the first time. Calls that are far behind
+    the best after the second one are not made again.
     """
     times = {name: [seconds(function)] for name, function in calls.items()}
-    for _ in range(rounds):
+    for turn in range(rounds):
         limit = HOPELESS * min(values[-1] for values in times.values())
         for name, values in times.items():
-            if values[-1] <= limit:
+            if turn == 0 or values[-1] <= limit:
                 values.append(seconds(calls[name]))
     return {name: min(values) for name, values in times.items()}
 
@@ -195,9 +183,8 @@ def convolution(
 
     x, w: any number of spatial dimensions; only two have kernels of ours.
     """
-    shape = None
+    shape, pairs = None, tuple(map(tuple, (stride, padding, dilation)))
     if x.ndim == 4 and (_tuning or tuner().winners.seconds):
-        pairs = tuple(map(tuple, (stride, padding, dilation)))
         shape = shape_of(x, w, *pairs, groups)  # type: ignore[arg-type]
     choice = Choice()
     if shape is not None:
@@ -205,5 +192,4 @@ def convolution(
     if choice.stock:
         zeros = [0] * (x.ndim - 2)
         return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
-    names = (choice.fwd, choice.dx, choice.dw)
-    return torch.ops.shardwise.conv(x, w, bias, stride, padding, dilation, groups, *names, False)
+    return convolve(x, w, bias, (*pairs, groups), choice, False)  # type: ignore[arg-type]
