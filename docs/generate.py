@@ -255,7 +255,7 @@ def lists() -> str:
         "",
         "## Networks",
         "",
-        "`shardwise.zoo.build(NAME, num_classes=...)`, or the name wherever a command wants a MODEL.",
+        "`shardwise.zoo.build(NAME, num_classes=...)`, or the name where a command wants a MODEL.",
         "P1 to P5 are the papers that use them.",
         "",
     ]

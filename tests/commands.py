@@ -23,16 +23,15 @@ LIMIT = 300.0  # seconds for one command
 def run_command(command: str, folder: Path, **environment: str) -> tuple[int, str]:
     """The exit code of a command in a folder, and all that it printed."""
     environment |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    words = shlex.split(command, comments=True)
+    words, output = shlex.split(command, comments=True), folder / ".output"
     if words[0] == "make":  # it would make the environment that runs this
         command, folder = f"make --dry-run {' '.join(words[1:])}", ROOT
-    output = folder / ".output" if folder != ROOT else Path(os.devnull)
     is_python = words[0] == "python" and words[1].endswith(".py")
     if words[0] == "shardwise" or is_python:
         code = _fork(words, folder, output, environment)
     else:
         code = _bash(command, folder, output, environment)
-    return code, output.read_text(errors="replace") if output.is_file() else ""
+    return code, output.read_text(errors="replace")
 
 
 def _fork(words: list[str], folder: Path, output: Path, environment: dict[str, str]) -> int:
@@ -40,6 +39,7 @@ def _fork(words: list[str], folder: Path, output: Path, environment: dict[str, s
     context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
     arguments = (words, str(folder), str(output), environment)
     process = context.Process(target=_become, args=arguments)
+    output.touch()
     process.start()
     process.join(LIMIT)
     if process.exitcode is None:
@@ -55,7 +55,7 @@ def _become(words: list[str], folder: str, output: str, environment: dict[str, s
     with open(output, "wb", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     sys.argv = words[1:] if words[0] == "python" else words
     try:
         if words[0] == "python":
