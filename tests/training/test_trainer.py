@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from pool import shared_pool
+from shardwise import Plan, capture, zoo
 from shardwise.checkpoint import export
 from shardwise.data import Arrays, Synthetic
 from shardwise.errors import ShardwiseError
 from shardwise.report import write_report
-from shardwise.training import Settings, Trainer
+from shardwise.training import Settings, Trainer, train
 from shardwise.training.settings import read_settings
 
 SMALL: dict[str, Any] = {
@@ -243,3 +244,11 @@ def test_a_model_and_samples_that_were_given_are_what_the_run_is_about(
     assert config["model"] is None and config["data"] is None
     assert '"op":"conv"' in (tmp_path / "run/report.html").read_text()  # with all its costs
     write_report(tmp_path / "run")  # later, when the model is not at hand
+
+
+def test_a_plan_file_says_how_many_workers_are_started(tmp_path: Path) -> None:
+    graph = capture(zoo.build("digits", width=4), torch.zeros(96, 1, 8, 8))
+    Plan.uniform(graph, n=1).save(tmp_path / "plan.json")
+    given = SMALL | {"plan": str(tmp_path / "plan.json"), "steps": 1, "out": str(tmp_path / "run")}
+    train(Settings(**given))  # on one worker, and not on the two of the default
+    assert json.loads((tmp_path / "run/plan.json").read_text())["world"] == 1
