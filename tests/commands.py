@@ -22,7 +22,8 @@ LIMIT = 300.0  # seconds for one command
 
 def run_command(command: str, folder: Path, **environment: str) -> tuple[int, str]:
     """The exit code of a command in a folder, and all that it printed."""
-    environment |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([str(BIN), os.environ.get("PATH", "")])
+    environment |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": path}
     words, output = shlex.split(command, comments=True), folder / ".output"
     if words[0] == "make":  # it would make the environment that runs this
         command, folder = f"make --dry-run {' '.join(words[1:])}", ROOT
@@ -73,12 +74,11 @@ def _become(words: list[str], folder: str, output: str, environment: dict[str, s
 
 
 def _bash(command: str, folder: Path, output: Path, environment: dict[str, str]) -> int:
-    path = os.pathsep.join([str(BIN), os.environ.get("PATH", "")])
     with output.open("wb") as file:
         done = subprocess.run(
             ["bash", "-ec", command],
             cwd=folder,
-            env=os.environ | environment | {"PATH": path},
+            env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

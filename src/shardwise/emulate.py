@@ -229,6 +229,8 @@ def run_on_hosts(
     """
     if not command:
         raise ShardwiseError("there is no command to run; write it after --")
+    if shutil.which(command[0]) is None:
+        raise ShardwiseError(f"the command {command[0]!r} cannot be found; write its path")
     with Emulation(wiring) as emulation:
         jobs = [
             _start(emulation, host, local, per_host, command)
