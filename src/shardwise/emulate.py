@@ -268,6 +268,8 @@ def _start(
         "PYTHONUNBUFFERED": "1",
         "SHARDWISE_PER_SWITCH": str((wiring.per_switch or wiring.hosts) * per_host),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Hosts have addresses and no names, which torch would warn about for every rank.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     try:
         return emulation.start(
