@@ -19,7 +19,7 @@ VOLUME = 16
 def train() -> tuple[str, str, float]:
     """What every worker does: a step on its part of one volume."""
     torch.manual_seed(0)
-    model = shardwise.zoo.build("unet3d", channels=(4, 8, 16))
+    model = shardwise.zoo.build("unet3d", channels=(4, 8))
     graph = shardwise.capture(model, torch.zeros(1, 1, VOLUME, VOLUME, VOLUME))
     plan = shardwise.Plan.uniform(graph, d=2, h=2)  # four parts of every volume
     model = shardwise.parallelize(model, plan, output="local")
