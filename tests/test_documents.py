@@ -9,6 +9,7 @@ document are one script. A block after `<!-- not run: WHY -->` is left out.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from types import ModuleType
 import pytest
 
 from commands import ROOT, run_command
+from shardwise.planner import size
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -69,7 +71,7 @@ def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", filter(has_commands, DOCUMENTS), ids=name_of)
+@pytest.mark.parametrize("document", list(filter(has_commands, DOCUMENTS)), ids=name_of)
 def test_what_a_document_tells_to_type_runs(document: Path, tmp_path: Path) -> None:
     cache = {"SHARDWISE_CACHE": str(tmp_path / "cache")}
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -100,6 +102,20 @@ def check(command: str, folder: Path, environment: dict[str, str]) -> None:
         return
     code, output = run_command(command, folder, **environment)
     assert code == 0, f"$ {command}\n{output}"
+
+
+def test_predicted_figures_of_the_readme_are_what_its_command_prints(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"\| `(shardwise plan [^`]+)` \|", readme)
+    code, output = run_command(f"{command} --json", tmp_path)
+    assert code == 0, output
+    found = json.loads(output.splitlines()[-1])
+    steps = [found["step_seconds"]]
+    steps += [found["rivals"][name]["step_seconds"] for name in ("sample (DDP)", "OWT")]
+    moved = [found["bytes"], found["rivals"]["sample (DDP)"]["bytes"]]
+    (row,) = [line for line in readme.splitlines() if command in line and line.startswith("|")]
+    for figure in (*(f"{step:.3g} s" for step in steps), *map(size, moved)):
+        assert figure in row, figure
 
 
 def test_few_blocks_are_not_run() -> None:
