@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +39,8 @@ def run_command(command: str, folder: Path, **environment: str) -> tuple[int, st
 def _fork(words: list[str], folder: Path, output: Path, environment: dict[str, str]) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shardwise"])
-    arguments = (words, str(folder), str(output), environment)
+    forkserver.ensure_running()
+    arguments = (words, str(folder), str(output), environment, _address())
     process = context.Process(target=_become, args=arguments)
     output.touch()
     process.start()
@@ -49,8 +51,25 @@ def _fork(words: list[str], folder: Path, output: Path, environment: dict[str, s
     return process.exitcode or 0
 
 
-def _become(words: list[str], folder: str, output: str, environment: dict[str, str]) -> None:
+def _address() -> object:
+    """Where the fork server of the tests listens, if this Python says so."""
+    return getattr(forkserver._forkserver, "_forkserver_address", None)  # type: ignore[attr-defined]
+
+
+def _share_server(address: object) -> None:
+    """Workers of this process come from that server: one of its own would import torch again."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+
+
+def _become(
+    words: list[str], folder: str, output: str, environment: dict[str, str], address: object
+) -> None:
     """Makes this process the one that runs a command."""
+    own_cache = "probe" in words  # what workers time goes to the cache of their environment
+    if sys.version_info < (3, 14) and address is not None and not own_cache:
+        _share_server(address)
     os.chdir(folder)
     os.environ.update(environment)
     with open(output, "wb", buffering=0) as file:
