@@ -98,3 +98,11 @@ def test_networks_of_the_zoo_need_no_opaque_layer_and_evaluate_with_the_same_nam
     )
     assert not [layer for layer in train.layers if layer.op == "opaque"]
     assert {layer.name for layer in evaluate.layers} <= {layer.name for layer in train.layers}
+
+
+def test_shapes_that_do_not_fit_are_one_sentence_and_nothing_is_logged(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(CaptureError, match="cannot be captured for input 2x5"):
+        capture(nn.Linear(4, 3), torch.zeros(2, 5))
+    assert capfd.readouterr() == ("", "")

@@ -91,6 +91,7 @@ def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch
         ("train --split n=4 --workers 2", "split n=4 needs 4 workers"),
         ("train --epochs 0", "epochs='0': input should be greater than or equal to 1"),
         ("train --lr -1", "lr='-1': input should be greater than 0"),
+        ("emulate --hosts 2 --link 1gbit -- not-there", "the command 'not-there' cannot be found"),
         ("train nowhere.yaml", "the settings 'nowhere.yaml' cannot be read"),
     ],
 )

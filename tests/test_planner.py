@@ -16,9 +16,10 @@ from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, presets
 from shardwise.cost import Costs, Training, usual
 from shardwise.models import load_model
-from shardwise.planner import Planner, baselines, complete, predict
+from shardwise.planner import Planner, baselines, complete, predict, size
 from shardwise.planning import Alternative, examine, plan
 from shardwise.search import total
+from shardwise.tables import explain_table
 
 TABLE_2 = Path(__file__).parents[1] / "examples" / "p4_table2.py"
 ROUNDING = 1 + 1e-9
@@ -378,3 +379,16 @@ def test_sample_parallelism_is_always_compared_and_its_best_degree_only_if_it_di
     best = rivals.get("sample, best degree", rivals["sample (DDP)"])
     assert best[1].seconds <= rivals["sample (DDP)"][1].seconds
     assert all(found.world == 4 for found, _ in rivals.values())
+
+
+def test_bytes_for_people_have_no_exponents() -> None:
+    assert size(1023 << 20) == "1023 MiB" and size(1 << 30) == "1 GiB" and size(999) == "999 B"
+
+
+def test_the_table_of_alternatives_is_in_the_order_of_its_totals() -> None:
+    found = plan(zoo.build("digits"), torch.zeros(8, 1, 8, 8), cluster="2x1Gb")
+    columns = {
+        str(column.header): list(column.cells) for column in explain_table(found, "6").columns
+    }
+    totals = [float(str(cell)) for cell in columns["total ms"]]
+    assert totals == sorted(totals) and "chosen" in columns[""]

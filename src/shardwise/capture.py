@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,13 +118,24 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = flag
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Torch logs a traceback of a shape that does not fit, before it raises: ours is a sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
     # A batch of one would be taken for a constant, so one sample is shown as two.
     batch = max(2, inputs[0].shape[0])
     examples = tuple(x.new_empty((batch, *x.shape[1:])) for x in inputs)
     free = tuple({0: torch.export.Dim.AUTO} for _ in inputs)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _silent():
             program = torch.export.export(model, examples, dynamic_shapes=free, strict=False)
             values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
             is_free = any(isinstance(s, torch.SymInt) for v in values for s in v.shape)

@@ -189,7 +189,8 @@ def _train(settings: Settings) -> None:
         seconds = time.perf_counter() - start
         accuracy = 100 * history[-1].accuracy
         number = history[-1].number
-        print(f"test accuracy {accuracy:.2f} % after {number} epochs, {seconds:.0f} s in all")
+        epochs = "1 epoch" if number == 1 else f"{number} epochs"
+        print(f"test accuracy {accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
 
 
 app.command("train")(with_options(_train))

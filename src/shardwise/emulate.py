@@ -234,6 +234,8 @@ def run_on_hosts(
     """
     if not command:
         raise ShardwiseError("there is no command to run; write it after --")
+    if shutil.which(command[0]) is None:
+        raise ShardwiseError(f"the command {command[0]!r} cannot be found; write its path")
     with Emulation(wiring) as emulation:
         jobs = [
             _start(emulation, host, local, per_host, command)
@@ -271,6 +273,8 @@ def _start(
         "PYTHONUNBUFFERED": "1",
         "SHARDWISE_PER_SWITCH": str((wiring.per_switch or wiring.hosts) * per_host),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Hosts have addresses and no names, which torch would warn about for every rank.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     try:
         return emulation.start(

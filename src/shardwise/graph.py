@@ -90,8 +90,8 @@ def fill_slots(template: Any, tensors: list[Any]) -> Any:
 class LayerGraph:
     """Layers in the order in which they can run, for one batch size.
 
-    `outputs` names the layers whose tensors the model returns; `assemble` puts them back into
-    the structure the model's forward returns (a tuple, a dict, ...).
+    `outputs` names the layers whose tensors the model returns; `output_spec` is the structure that
+    its forward returns them in (a tuple, a dict, ...).
     """
 
     layers: tuple[Layer, ...]

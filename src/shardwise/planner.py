@@ -373,8 +373,11 @@ def size(nbytes: float) -> str:
 
     >>> size(3 << 29)
     '1.5 GiB'
+    >>> size(1000 << 20)
+    '1000 MiB'
     """
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
+            number = nbytes / scale
+            return f"{number:.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
     return f"{nbytes:.0f} B"

@@ -97,7 +97,7 @@ def explain_table(plan: Plan, layer: str) -> Table:
     shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or is_pure(a, chosen == a.config)]
     table = Table(title=escape(f"alternatives for {layer}"), title_justify="left")
     table.add_column("split")
-    names = ("workers", "transfer ms", "compute ms", "update ms", "total ms", "onward ms")
+    names = ("workers", "transfer ms", "compute ms", "update ms", "onward ms", "total ms")
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("")
@@ -105,7 +105,7 @@ def explain_table(plan: Plan, layer: str) -> Table:
         table.add_row(
             str(a.config),
             str(a.config.num_workers),
-            *map(milliseconds, (a.transfer, a.compute, a.update, a.total - a.onward, a.onward)),
+            *map(milliseconds, (a.transfer, a.compute, a.update, a.onward, a.total)),
             "chosen" if a.config == chosen else "",
         )
     return table

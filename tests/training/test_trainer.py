@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from pool import shared_pool
+from shardwise import Plan, capture, zoo
 from shardwise.checkpoint import export
 from shardwise.data import Arrays, Synthetic
 from shardwise.errors import ShardwiseError
-from shardwise.training import Settings, Trainer
+from shardwise.report import write_report
+from shardwise.training import Settings, Trainer, train
 from shardwise.training.settings import read_settings
 
 SMALL: dict[str, Any] = {
@@ -228,3 +230,25 @@ def test_weights_of_a_file_are_where_a_run_starts(tmp_path: Path) -> None:
     trainer = Trainer(Settings(**settings), quiet=True)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, state[name])
+
+
+def test_a_model_and_samples_that_were_given_are_what_the_run_is_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, labels = np.zeros((8, 3, 6, 5), np.float32), np.arange(8) % 2
+    module = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    settings = Settings(split="n=1", epochs=1, batch=4, out=str(tmp_path / "run"))
+    Trainer(settings, model=module, train=Arrays(images, labels, "mine")).fit()
+    assert capsys.readouterr().out.startswith("Sequential on 1 worker")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["model"] is None and config["data"] is None
+    assert '"op":"conv"' in (tmp_path / "run/report.html").read_text()  # with all its costs
+    write_report(tmp_path / "run")  # later, when the model is not at hand
+
+
+def test_a_plan_file_says_how_many_workers_are_started(tmp_path: Path) -> None:
+    graph = capture(zoo.build("digits", width=4), torch.zeros(96, 1, 8, 8))
+    Plan.uniform(graph, n=1).save(tmp_path / "plan.json")
+    given = SMALL | {"plan": str(tmp_path / "plan.json"), "steps": 1, "out": str(tmp_path / "run")}
+    train(Settings(**given))  # on one worker, and not on the two of the default
+    assert json.loads((tmp_path / "run/plan.json").read_text())["world"] == 1

@@ -62,15 +62,14 @@ class RunFolder:
         self._board: Board | None = None
 
     def begin(
-        self, settings: Settings, plan_json: str, step: int, resumed_bytes: int | None
+        self, settings: dict[str, Any], plan_json: str, step: int, resumed_bytes: int | None
     ) -> None:
         """Writes what is known at the start; metrics go on from where a checkpoint had them."""
         if not self._first:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            config = json.dumps(settings.model_dump(mode="json"), indent=1)
-            (self.path / CONFIG).write_text(config + "\n")
+            (self.path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
             (self.path / PLAN).write_text(plan_json)
             self._metrics = (self.path / METRICS).open("ab")
             if self._metrics.tell() > (resumed_bytes or 0):

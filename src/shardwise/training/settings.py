@@ -80,7 +80,9 @@ class Settings(BaseModel):
     mixup: Real = _field(0.0, "Data", "Mix pairs of samples, by Beta(a, a); 0: do not.", ge=0, le=8)
     prefetch: int = _field(2, "Data", "Batches that are read ahead.", ge=0)
 
-    workers: Count | None = _field(None, "Workers", "Processes of this machine. (default: 2)")
+    workers: Count | None = _field(
+        None, "Workers", "Processes of this machine. (default: as split or plan need, or 2)"
+    )
     cluster: str = _field("local", "Workers", "For planning: a preset, a shorthand or a file.")
     plan: str = _field("auto", "Workers", "auto (the best found), owt, or a plan file.")
     split: str | None = _field(None, "Workers", "One split for every layer instead: n=2,h=2.")

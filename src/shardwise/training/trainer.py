@@ -17,6 +17,8 @@ from shardwise.data.opening import check_alike
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
 from shardwise.parallel import ParallelModel, parallelize
+from shardwise.plan import Plan
+from shardwise.planning import examine
 from shardwise.questions import parse_engine
 from shardwise.report import write_report
 from shardwise.state import ModelGraphs
@@ -26,7 +28,7 @@ from .folder import CHECKPOINTS, RunFolder, choose_folder, resumes
 from .journal import Epoch, Journal, memory_held
 from .losses import Losses
 from .memory import explained
-from .parts import DTYPES, build_model, choose_plan, make_augment, open_samples
+from .parts import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
 from .recipe import make_optimizer, rate_at, set_rate
 from .settings import Settings
 from .stopping import StopSignal
@@ -57,6 +59,8 @@ class Trainer:
         first = self.comm.rank == 0
         if settings.precision == "bf16" and first:
             check_bf16(self.device)
+        self.given = {"model": model is not None, "data": train is not None}  # and not named
+        self.name = settings.model if model is None else type(model).__name__
         if train is None:
             train, test = open_samples(settings)
         self.folder = RunFolder(choose_folder(settings, self.comm), first)
@@ -72,7 +76,12 @@ class Trainer:
         place = self.folder.path / CHECKPOINTS
         self.checkpoints = Checkpoints(place, settings.keep, comm=self.comm)
         written = self._go_on()
-        self.folder.begin(settings, self.plan.to_json(), self.step, written)
+        self.folder.begin(self._config(), self.plan.to_json(), self.step, written)
+
+    def _config(self) -> dict[str, Any]:
+        """The settings as the run's folder gets them; what was given instead is not named there."""
+        unnamed = {name: None for name, given in self.given.items() if given}
+        return self.settings.model_dump(mode="json") | unnamed
 
     def _parallel(self, model: nn.Module, source: Source) -> ParallelModel:
         """The model on all ranks, under the plan that was asked for."""
@@ -126,8 +135,15 @@ class Trainer:
         if self.stopped:
             self.view.say(f"stopped after step {self.step}; --resume goes on from there")
         elif self.settings.report and self.comm.rank == 0:
-            self.view.say(f"report: {write_report(self.folder.path, plan=self.plan)}")
+            self.view.say(f"report: {write_report(self.folder.path, plan=self._examined())}")
         return self.history
+
+    def _examined(self) -> Plan:
+        """The plan with its costs; those of a model that was given are known here only."""
+        if self.plan.findings is not None:
+            return self.plan
+        costs = make_costs(self.settings, self.graph, self.comm.size)
+        return examine(costs, parse_engine(self.settings.gradients), chosen=self.plan)
 
     def _run_epoch(self, stop: StopSignal) -> None:
         settings, loader = self.settings, self.loader
@@ -251,7 +267,7 @@ class Trainer:
             "an automatic plan" if settings.plan == "auto" else settings.plan
         )
         place = self.folder.path
-        return f"{settings.model} on {workers}, {split}, batches of {settings.batch}, in {place}"
+        return f"{self.name} on {workers}, {split}, batches of {settings.batch}, in {place}"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
