@@ -63,8 +63,15 @@ def test_a_run_that_moves_between_workers_and_plans_is_the_undisturbed_one(
     run_with(2, moving, steps=17, split="f=2", resume=True, **recipe)
     found = run_with(3, moving, steps=22, resume=True, **recipe)
     assert curve(moving) == pytest.approx(curve(tmp_path / "one"), rel=1e-9)
+    assert epochs(moving) == pytest.approx(epochs(tmp_path / "one"), rel=1e-9)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
+
+
+def epochs(folder: Path) -> dict[int, float]:
+    """The loss of every epoch as it was last written."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["epoch"]: line["epoch_loss"] for line in lines if "epoch" in line}
 
 
 def read_samples(given: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]:

@@ -193,7 +193,8 @@ class Trainer:
         due = self._epochs_left() <= 0 or number % self.settings.test_every == 0
         tested = (self.test() if due else None) or (None, None)
         epoch = Epoch(number, self.total / self.count, *tested, rate)
-        self.total, self.count = 0.0, 0
+        if self.loader.batches.position in (0, self.loader.batches.end):  # else a run ends within
+            self.total, self.count = 0.0, 0
         self.history.append(epoch)
         self.journal.epoch(self.step, epoch, self.comm.gather_objects(memory_held(self.device)))
         if self.settings.checkpoint_every is None:
