@@ -30,8 +30,9 @@ SETTINGS = {
     "checkpoint-every": 4,
     "steps": 60,
     "split": "n=2,h=2",
-    "timeout": 30,
+    "timeout": 120,
 }
+PATIENCE = 240  # seconds for a start: four ranks import torch, on a machine that may be busy
 WORDS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 
 
@@ -94,7 +95,7 @@ def kill_some(
     chance, killed = random.Random(seed), 0
     while launcher.poll() is None and killed < num:
         before = steps_of(folder)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while launcher.poll() is None and steps_of(folder) == before:
             assert time.monotonic() < deadline, "the run does not go on"
             time.sleep(0.02)
@@ -137,6 +138,7 @@ def losses(folder: Path, steps: int = SETTINGS["steps"]) -> list[float]:  # type
     return [loss for _, loss in found]
 
 
+@pytest.mark.timeout(1200)
 def test_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
     run_killed(tmp_path, kills=2, within=1.0, steps=60)
 
@@ -149,17 +151,17 @@ def test_twenty_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
 
 def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
     calm, folder = tmp_path / "calm", tmp_path / "run"
-    assert start([sys.executable], calm, "--workers", "4").wait(timeout=120) == 0
+    assert start([sys.executable], calm, "--workers", "4").wait(timeout=PATIENCE) == 0
     process = start([sys.executable], folder, "--workers", "4", "--checkpoint-every", "1000")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while steps_of(folder)[1] < 400:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "stopped after step" in output, output
     again = start([sys.executable], folder, "--workers", "4", "--resume")
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0 and "going on from step" in output, output
     assert losses(folder) == losses(calm)
 
