@@ -14,7 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 60.0  # seconds without an answer before the pool is given up
+TIMEOUT = 300.0  # seconds without an answer before the pool is given up
+MOST_JOBS = 150  # of a pool: every process group of gloo leaves threads, which cost time
 
 
 def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
@@ -53,11 +54,12 @@ class WorkerPool:
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
-        self.broken = False
+        self.broken, self.jobs = False, 0
         self._collect()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on every rank."""
+        self.jobs += 1
         for connection in self._connections:
             connection.send((function, args))
         return self._collect()
@@ -96,6 +98,8 @@ _pools: dict[int, WorkerPool] = {}
 
 def shared_pool(world: int) -> WorkerPool:
     """The pool of this many ranks, made anew after a failure broke it."""
+    if world in _pools and _pools[world].jobs >= MOST_JOBS:
+        _pools.pop(world).stop()
     if world not in _pools or _pools[world].broken:
         _pools[world] = WorkerPool(world)
     return _pools[world]
