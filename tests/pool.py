@@ -5,6 +5,7 @@ Starting ranks per test is what makes such suites slow, so there is one pool per
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -15,12 +16,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 300.0  # seconds without an answer before the pool is given up
-MOST_JOBS = 150  # of a pool: every process group of gloo leaves threads, which cost time
+GRACE = 5.0  # seconds that the other ranks have after one failed
+MOST_GROUPS = 24  # that a rank keeps for later jobs: the idle threads of each cost time
 
 
 def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+
+    from shardwise.comm.groups import drop_groups, num_groups
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -34,6 +38,10 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
             connection.send(("result", function(*args)))
         except BaseException:
             connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+        if num_groups() > MOST_GROUPS:
+            dist.barrier()  # nothing is under way any more
+            drop_groups()
+            gc.collect()
     dist.destroy_process_group()
 
 
@@ -54,36 +62,39 @@ class WorkerPool:
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
-        self.broken, self.jobs = False, 0
+        self.broken = False
         self._collect()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on every rank."""
-        self.jobs += 1
         for connection in self._connections:
             connection.send((function, args))
         return self._collect()
 
     def _collect(self) -> list[Any]:
-        ranks = range(len(self._connections))
         results: dict[int, Any] = {}
-        while len(results) < len(ranks):
-            waiting = {self._connections[r]: r for r in ranks if r not in results}
-            ready = wait(list(waiting), timeout=TIMEOUT)
-            if not ready:
-                self.stop()
-                raise AssertionError(f"ranks {sorted(waiting.values())} do not answer")
+        errors: dict[int, str] = {}
+        while waiting := {c: r for r, c in enumerate(self._connections) if r not in results}:
+            ready = wait(list(waiting), timeout=GRACE if errors else TIMEOUT)
             for connection in ready:
                 assert isinstance(connection, Connection)
+                rank = waiting[connection]
                 try:
-                    kind, value = connection.recv()
+                    kind, results[rank] = connection.recv()
                 except EOFError:
-                    kind, value = "error", f"rank {waiting[connection]} died"
+                    self._processes[rank].join(GRACE)
+                    code = self._processes[rank].exitcode
+                    kind, results[rank] = "error", f"rank {rank} died with exit code {code}"
                 if kind == "error":
-                    self.stop()  # the other ranks may wait for this one for ever
-                    raise AssertionError(value)
-                results[waiting[connection]] = value
-        return [results[rank] for rank in ranks]
+                    errors[rank] = results[rank]
+            if not ready:
+                self.stop()  # ranks may wait for ever for those that failed
+                silent = f"ranks {sorted(waiting.values())} do not answer"
+                raise AssertionError("\n".join([*errors.values(), silent]))
+        if errors:
+            self.stop()
+            raise AssertionError("\n".join(errors.values()))
+        return [results[rank] for rank in range(len(results))]
 
     def stop(self) -> None:
         self.broken = True
@@ -98,8 +109,6 @@ _pools: dict[int, WorkerPool] = {}
 
 def shared_pool(world: int) -> WorkerPool:
     """The pool of this many ranks, made anew after a failure broke it."""
-    if world in _pools and _pools[world].jobs >= MOST_JOBS:
-        _pools.pop(world).stop()
     if world not in _pools or _pools[world].broken:
         _pools[world] = WorkerPool(world)
     return _pools[world]

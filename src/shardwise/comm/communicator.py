@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.cluster import Cluster
+from shardwise.comm.groups import group_of, known_group
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
@@ -20,9 +20,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.winners import Algorithm, Winner, fastest
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
-
-_groups: dict[tuple[str, tuple[int, ...]], Any] = {}  # of this process, by lane and global ranks
-
 
 HOST_ONLY = ("gloo", "mpi4py")  # backends that move memory of the host only
 FEW = 8  # ranks that exchange messages directly
@@ -364,27 +361,23 @@ class Communicator:
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Makes the process groups of these ranks; all ranks call it with the same groups."""
         for ranks in groups:
-            members = tuple(self._global[rank] for rank in ranks)
-            own = len(ranks) < self.size or self.lane
-            if len(ranks) > 1 and own and (self.lane, members) not in _groups:
-                timeout = timedelta(seconds=self.timeout) if self.timeout else None
-                _groups[self.lane, members] = dist.new_group(list(members), timeout=timeout)
+            if len(ranks) > 1 and (len(ranks) < self.size or self.lane):
+                group_of(self.lane, self._members(ranks), self.timeout)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:
             return self.group
-        return _groups[self.lane, tuple(self._global[rank] for rank in ranks)]
+        return known_group(self.lane, self._members(ranks))
+
+    def _members(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._global[rank] for rank in ranks)
 
     def group_of_lane(self, lane: str) -> Any:
         """A process group of all these ranks that moves the host's memory; all ranks call it."""
         if self.size == 1:
             return None
-        if (lane, self._global) not in _groups:
-            timeout = timedelta(seconds=self.timeout) if self.timeout else None
-            backend = None if self._backend in HOST_ONLY else "gloo"
-            group = dist.new_group(list(self._global), timeout=timeout, backend=backend)
-            _groups[lane, self._global] = group
-        return _groups[lane, self._global]
+        backend = None if self._backend in HOST_ONLY else "gloo"
+        return group_of(lane, self._global, self.timeout, backend)
 
     def in_lane(self, lane: str) -> Communicator:
         """The same ranks, over process groups of their own."""
