@@ -295,17 +295,19 @@ class Network:
         return self._rounds(ring), 2 * (ring.size - 1) * seconds
 
     def _rounds(self, ring: _Ring) -> float:
-        """The latency of nearly twice around the slowest ring, hop by hop.
+        """The latency of nearly once around the slowest ring, and of the same way back.
 
         What a rank sends waits for what its neighbour sent before, so latencies add up along the
-        ring: those of few hops between hosts, and of many inside.
+        ring: those of few hops between hosts, and of many inside. All hops but the shortest: the
+        last rank to end is the one behind the longest way.
         """
         hops = np.zeros(len(ring.ranks))
         for level in self.levels:
             crossing = level.units[ring.ranks] != level.units[ring.next]
             hops[crossing] = level.link.latency
-        _, place = np.unique(ring.segments, return_inverse=True)
-        return float(np.bincount(place, 2.0 * hops * (1.0 - 1.0 / ring.sizes)).max())
+        starts = np.flatnonzero(ring.index == 0)
+        ways = np.add.reduceat(hops, starts) - np.minimum.reduceat(hops, starts)
+        return 2.0 * float(ways.max())
 
     def _halving(self, ring: _Ring, near_first: bool) -> tuple[float, float] | None:
         if (ring.sizes != ring.size).any() or ring.size & (ring.size - 1):
