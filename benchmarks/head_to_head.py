@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from hosts import Step, machines, on_hosts, take_turns
+from hosts import Step, machines, on_hosts, sgd, stepper, take_turns
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.comm import Communicator
 from shardwise.probe import measure_speeds
@@ -45,19 +45,6 @@ def build(name: str) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-def stepper(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Step:
-    def step() -> None:
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def rivals(model: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, Step]:

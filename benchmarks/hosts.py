@@ -12,7 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwise import Cluster
 from shardwise.comm import Communicator
@@ -20,6 +22,19 @@ from shardwise.probe import measure_speeds
 
 Step = Callable[[], Any]
 COUNTERS = "/sys/class/net"
+
+
+def stepper(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Step:
+    def step() -> None:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def on_hosts(script: str, hosts: int, link: str, options: Sequence[str]) -> Any:

@@ -18,7 +18,6 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from hosts import machines, on_hosts
+from hosts import Step, machines, on_hosts, sgd, stepper
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
 from shardwise.parallel import ParallelModel
@@ -38,7 +37,6 @@ SIZE = 64
 STEPS = 3  # that are timed together
 RECORDED = 3  # steps in a row: what one begins may end in the next
 KS = (3, 5, 7, 9)  # chunks that are tried; P3 found 9 of VGG-A's layers best
-Step = Callable[[], None]
 
 
 def build() -> nn.Module:
@@ -50,19 +48,6 @@ def inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, 3, SIZE, SIZE, generator=generator)
     return x, torch.randint(0, 1000, (batch,), generator=generator)
-
-
-def stepper(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Step:
-    def step() -> None:
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:

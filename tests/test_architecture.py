@@ -22,6 +22,7 @@ DESCRIBE = {
     "units",
     "kernels",
     "cluster",
+    "documents",
     "winners",
 }
 DECIDE = {
@@ -49,6 +50,7 @@ EXECUTE = {
     "state",
     "stored",
     "parallel",
+    "split_model",
     "probe",
     "sum_tuning",
     "gradients",
@@ -93,7 +95,7 @@ def test_the_zoo_imports_nothing_of_the_rest() -> None:
 
 def test_data_knows_boxes_and_nothing_of_plans() -> None:
     for path in (SOURCE / "data").glob("*.py"):
-        assert imported(path) <= {"data", "box", "errors"}, path.name
+        assert imported(path) <= {"data", "box", "documents", "errors"}, path.name
 
 
 def test_no_pickle_is_read_from_a_file() -> None:

@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
 from shardwise.winners import Schedule, Winner, check_winners
@@ -291,10 +292,7 @@ def _choices() -> str:
 
 def _refused(where: str, error: ValidationError) -> ShardwiseError:
     """The first thing wrong, as one sentence that names the place and the field."""
-    first = error.errors()[0]
-    field = ".".join(map(str, first["loc"]))
-    parts = [where, field, first["msg"].removeprefix("Value error, ")]
-    return ShardwiseError(_one_line(": ".join(part for part in parts if part)))
+    return ShardwiseError(f"{where}: {first_mistake(error, whole='')}")
 
 
 def _one_line(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config import AXES, Config
+from shardwise.documents import first_mistake
 from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.strategies import strategy_of
@@ -155,9 +156,7 @@ class Plan:
         try:
             data = _PlanFile.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            raise PlanError(f"{where}: {place}: {first['msg']}") from None
+            raise PlanError(f"{where}: {first_mistake(error)}") from None
         if data.format != FORMAT:
             raise PlanError(f"{where}: format {data.format!r} is not {FORMAT!r}")
         layers = {}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
+from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
 
 LANES = ("compute", "transfers", "gradients")
@@ -165,9 +166,7 @@ class Trace:
             message = f"the trace file {str(path)!r} cannot be read: {error}"
             raise ShardwiseError(message) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            raise ShardwiseError(f"trace file {str(path)!r}: {place}: {first['msg']}") from None
+            raise ShardwiseError(f"trace file {str(path)!r}: {first_mistake(error)}") from None
         ranks: list[list[Activity]] = [[] for _ in range(1 + max(e.pid for e in file.traceEvents))]
         for event in file.traceEvents:
             if isinstance(event, _Event):

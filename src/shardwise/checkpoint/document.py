@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, Literal
-from zlib import crc32
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from shardwise.box import Box
-from shardwise.errors import ShardwiseError
+from shardwise.documents import Checked, Strict
 
 NAME = "checkpoint.json"
-FORMAT, VERSION = "shardwise checkpoint", 1
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -39,11 +35,7 @@ Size = Annotated[int, Field(ge=0, lt=2**60)]
 Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Chunk(_Strict):
+class Chunk(Strict):
     """A box of a tensor, and its bytes in one of the files."""
 
     start: list[Size]
@@ -59,7 +51,7 @@ class Chunk(_Strict):
         return Box(tuple(self.start), stops)
 
 
-class Stored(_Strict):
+class Stored(Strict):
     """A whole tensor, in chunks that hold each of its elements once."""
 
     shape: list[Size]
@@ -85,14 +77,14 @@ class Stored(_Strict):
         return self
 
 
-class Group(_Strict):
+class Group(Strict):
     """A group of parameters, and an optimizer's settings for it."""
 
     params: list[str]
     settings: dict[str, JsonValue]
 
 
-class OptimizerState(_Strict):
+class OptimizerState(Strict):
     """What an optimizer keeps beside tensors; `values` are plain numbers by parameter and key."""
 
     kind: str
@@ -100,11 +92,13 @@ class OptimizerState(_Strict):
     values: dict[str, dict[str, JsonValue]]
 
 
-class Document(_Strict):
+class Document(Checked):
     """What `checkpoint.json` says."""
 
-    format: Literal["shardwise checkpoint"] = FORMAT
-    version: Literal[1] = VERSION
+    what = "the description of a checkpoint"
+
+    format: Literal["shardwise checkpoint"] = "shardwise checkpoint"
+    version: Literal[1] = 1
     step: Size
     progress: dict[str, JsonValue]
     names: dict[str, str]  # from the names of a state_dict to tensors; tied names share one
@@ -126,42 +120,6 @@ class Document(_Strict):
                 sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.bytes)
         return sizes
 
-    def to_json(self) -> str:
-        content = self.model_dump(mode="json")
-        return json.dumps({**content, "crc32": _checksum(content)}) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Document:
-        """Reads and checks it; every mistake is one sentence that names the file and the field."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            given = content.pop("crc32", None) if isinstance(content, dict) else None
-            checksum = _checksum(content)
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise ShardwiseError(f"{path} is damaged: it is no JSON") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ShardwiseError(f"{path} does not describe a checkpoint")
-        if given != checksum:
-            raise ShardwiseError(f"{path} is damaged: it does not have its checksum")
-        if content.get("version") != VERSION:
-            raise ShardwiseError(
-                f"{path} is of version {content.get('version')!r}, and this shardwise reads "
-                f"version {VERSION}"
-            )
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise ShardwiseError(f"{path}: {first_mistake(error)}") from None
-
-
-def first_mistake(error: ValidationError) -> str:
-    """The field of a document that is wrong, and why."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"][:8])) or "the document"
-    return f"{place}: {first['msg']}"
-
 
 def _overlap(boxes: list[Box]) -> bool:
     """Whether any two boxes share an element; only neighbours in the first dimension are tried."""
@@ -173,8 +131,3 @@ def _overlap(boxes: list[Box]) -> bool:
             if not box.intersect(other).empty:
                 return True
     return False
-
-
-def _checksum(content: Any) -> int:
-    """Of what a document says, however it is spaced and ordered."""
-    return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.document import NAME, Chunk, Document, Stored, Values, first_mistake
+from shardwise.checkpoint.document import NAME, Chunk, Document, Stored, Values
 from shardwise.checkpoint.folder import StepFolders, sync, writing_to
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
 
 

@@ -9,17 +9,17 @@ shuffled). A record is the sample's tiles and, where labels are volumes, the lab
 
 from __future__ import annotations
 
-import json
 import mmap
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from zlib import crc32
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from shardwise.box import Box
+from shardwise.documents import Checked, Strict
 from shardwise.errors import ShardwiseError
 
 from .source import Source, check_on_error
@@ -27,7 +27,6 @@ from .tiles import Damaged, Tiling
 
 HEADER, LABELS = "store.json", "labels.bin"
 LABEL = np.dtype("<i8")
-FORMAT, VERSION = "shardwise store", 1
 CHUNK_BYTES = 2**24
 
 Size = Annotated[int, Field(ge=1, le=2**40)]
@@ -35,18 +34,14 @@ Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 Number = Annotated[str, Field(pattern=r"^(\|[bui]1|<[uif][248])$")]  # as numpy writes it
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Stripe(_Strict):
+class Stripe(Strict):
     """The checksum of one file."""
 
     bytes: Size
     crc32: Checksum
 
 
-class Description(_Strict):
+class Description(Strict):
     """What the samples of a store are, and how they are laid out."""
 
     source: str
@@ -88,11 +83,13 @@ class Description(_Strict):
         return start & 0xFFFFFFFF, (start + per_image) & 0xFFFFFFFF
 
 
-class Header(Description):
+class Header(Description, Checked):
     """What `store.json` says: a description, and the files."""
 
-    format: Literal["shardwise store"] = FORMAT
-    version: Literal[1] = VERSION
+    what, indent = "the header of a store", 1
+
+    format: Literal["shardwise store"] = "shardwise store"
+    version: Literal[1] = 1
     num_samples: Size
     stripes: list[Stripe] = Field(min_length=1)
     labels: Stripe | None  # where labels are single numbers
@@ -105,41 +102,6 @@ class Header(Description):
 
     def num_records(self, stripe: int) -> int:
         return len(range(stripe, self.num_samples, len(self.stripes)))
-
-    def to_json(self) -> str:
-        content = {"format": self.format, "version": self.version, **self.model_dump(mode="json")}
-        return json.dumps({**content, "crc32": _checksum(content)}, indent=1) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Header:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            given = content.pop("crc32", None) if isinstance(content, dict) else None
-            checksum = _checksum(content)
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise ShardwiseError(f"{path} is damaged: it is no JSON") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ShardwiseError(f"{path} is not the header of a store")
-        if given != checksum:
-            raise ShardwiseError(f"{path} is damaged: it does not have its checksum")
-        if content.get("version") != VERSION:
-            raise ShardwiseError(
-                f"{path} is of version {content.get('version')!r}, and this shardwise reads "
-                f"version {VERSION}"
-            )
-        try:
-            return cls.model_validate_json(json.dumps(content))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the header"
-            raise ShardwiseError(f"{path}: {place}: {first['msg']}") from None
-
-
-def _checksum(content: Any) -> int:
-    """Of what a header says, however it is spaced and ordered."""
-    return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def stripe_name(number: int) -> str:

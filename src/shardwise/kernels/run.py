@@ -71,37 +71,38 @@ def forward(
 
 
 def backward_data(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    settings: Settings,
-    kernel: str,
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, settings: Settings, kernel: str
 ) -> torch.Tensor:
-    def stock() -> torch.Tensor:
-        return stock_backward(dy, x, w, settings, (True, False))[0]
-
-    shape = shape_of(x, w, *settings)
-    if shape is None or not _same(x, dy):
-        return stock()
-    tensors = (None, _dense(w, shape.filter_last), _dense(dy, shape.last), None)
-    return _run("dx", kernel, shape, tensors, shape.x, stock)
+    """dx; of x only the shape counts."""
+    return _backward("dx", dy, x, w, settings, kernel)
 
 
 def backward_filter(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, settings: Settings, kernel: str
+) -> torch.Tensor:
+    """dw; of w only the shape counts."""
+    return _backward("dw", dy, x, w, settings, kernel)
+
+
+def _backward(
+    direction: str,
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
     settings: Settings,
     kernel: str,
 ) -> torch.Tensor:
+    data = direction == "dx"
+
     def stock() -> torch.Tensor:
-        return stock_backward(dy, x, w, settings, (False, True))[1]
+        return stock_backward(dy, x, w, settings, (data, not data))[0 if data else 1]
 
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, dy):
         return stock()
-    tensors = (_dense(x, shape.last), None, _dense(dy, shape.last), None)
-    return _run("dw", kernel, shape, tensors, shape.w, stock)
+    factors = (None, _dense(w, shape.filter_last)) if data else (_dense(x, shape.last), None)
+    tensors = (*factors, _dense(dy, shape.last), None)
+    return _run(direction, kernel, shape, tensors, shape.x if data else shape.w, stock)
 
 
 def _run(

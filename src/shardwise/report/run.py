@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan
 from shardwise.questions import Question, examined
@@ -83,9 +84,7 @@ def _understood(settings: dict[str, Any], path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ShardwiseError(f"{str(path)!r}: {place}: {first['msg']}") from None
+        raise ShardwiseError(f"{str(path)!r}: {first_mistake(error)}") from None
 
 
 def _examined(plan: Plan, config: RunConfig, home: Path) -> Plan:
