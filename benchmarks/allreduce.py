@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from results import save
 from shardwise.cluster import Cluster, Link
 from shardwise.comm import Communicator, Sums
 from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
@@ -298,8 +299,7 @@ def main() -> None:
         )
         found.append(emulated(arguments.slow_link, SLOWER, [3, 2]))
         show(found[1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    save(arguments.json, found)
 
 
 if __name__ == "__main__":

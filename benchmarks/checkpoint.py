@@ -9,7 +9,6 @@ round with a save in the background, and of one that waits for the save, against
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from results import save
 from shardwise import Plan, capture, parallelize, run_local, zoo
 from shardwise.checkpoint import Checkpoints
 
@@ -85,8 +85,7 @@ def main() -> None:
     row = {"model": arguments.model, "MiB": megabytes, **summary(times)}
     for name, value in row.items():
         print(f"{name:22} {value:.4f}" if isinstance(value, float) else f"{name:22} {value}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(row, indent=2))
+    save(arguments.json, row)
 
 
 if __name__ == "__main__":

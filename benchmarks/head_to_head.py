@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from hosts import Step, machines, on_hosts, sgd, stepper, take_turns
+from results import save
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.comm import Communicator
 from shardwise.probe import measure_speeds
@@ -170,8 +171,7 @@ def main() -> None:
             options = ["--models", model, "--batches", str(batch)]
             options += ["--rounds", str(arguments.rounds)]
             rows += show(model, batch, link, on_hosts(__file__, HOSTS, link, options))
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1))
+            save(arguments.json, rows)
     verdict(rows)
 
 

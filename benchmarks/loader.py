@@ -16,7 +16,6 @@ the picture.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from results import save
 from shardwise import zoo
 from shardwise.box import Box
 from shardwise.data import Augment, Batch, Loader, Source, Store, Synthetic, digits, pack
@@ -160,8 +160,7 @@ def main() -> None:
                 f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
             )
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    save(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 from pathlib import Path
 
 import torch
 
+from results import save
 from shardwise import Plan, capture, parallelize, zoo
 from shardwise.box import Box
 from shardwise.launch import run_local
@@ -76,8 +76,7 @@ def main() -> None:
             f"rank {rank} of {world} ({arguments.split}): {part / MIB:.0f} MiB, {part / whole:.1%}"
         )
     print(f"largest share: {max(parts) / whole:.1%} (aim: at most 35 % on 4 workers)")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"one device": whole, "ranks": parts}))
+    save(arguments.json, {"one device": whole, "ranks": parts})
 
 
 if __name__ == "__main__":

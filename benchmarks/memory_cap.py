@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 from pathlib import Path
 
 import torch
 
+from results import save
 from shardwise import Plan, capture, parallelize, zoo
 from shardwise.box import Box
 from shardwise.cluster import Cluster
@@ -87,8 +87,7 @@ def main() -> None:
         figures[label] = {"predicted": predict(plan, costs).memory, "measured": found}
     print(f"splits under the cap: {', '.join(sorted({str(c) for c in capped.layers.values()}))}")
     print("under the cap" if max(found) <= cap else "OVER THE CAP")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures))
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

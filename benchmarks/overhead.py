@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from results import save
 from shardwise import Plan, capture, parallelize, zoo
 
 
@@ -67,8 +67,7 @@ def main() -> None:
         row = measure(name, arguments.batch, arguments.size, arguments.rounds)
         rows.append(row)
         print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    save(arguments.json, rows)
 
 
 if __name__ == "__main__":

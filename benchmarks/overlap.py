@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from hosts import Step, machines, on_hosts, sgd, stepper
+from results import save
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
 from shardwise.parallel import ParallelModel
@@ -170,8 +171,7 @@ def main() -> None:
         options = ["--batches", str(batch), "--rounds", str(arguments.rounds)]
         found = on_hosts(__file__, arguments.hosts, arguments.link, options)
         rows += show(batch, found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    save(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -6,39 +6,22 @@ Every figure comes from the planner, the simulator or the network model, on the 
 paper's machine. What a paper leaves out is assumed from a data sheet or from its other numbers, and
 printed below its table; published figures and assumptions are in benchmarks/published/*.yaml. The
 goal is 15 %; where a figure is further off, the table is followed by what the simulation says why.
-P1's variants are measured by train_cpu.py. All takes about five minutes, of which P2 takes three.
+P1's variants are measured by train_cpu.py. All takes about ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 
-import shardwise
 from published import p2, p3, p4, p5
 from published.figures import GOAL, Result
+from results import save
 
 PAPERS = {"p2": p2.run, "p3": p3.run, "p4": p4.run, "p5": p5.run}
-
-
-def machine() -> dict[str, Any]:
-    """When, where and with what the figures were computed."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "shardwise": shardwise.__version__,
-    }
 
 
 def summary(results: list[Result]) -> str:
@@ -58,9 +41,7 @@ def main() -> None:
         results.append(PAPERS[name](quick=arguments.quick))
         results[-1].show(console)
     console.print(f"{summary(results)}, {time.perf_counter() - start:.0f} s")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    found = machine() | {"papers": [result.as_data() for result in results]}
-    arguments.json.write_text(json.dumps(found, indent=2))
+    save(arguments.json, [result.as_data() for result in results])
     console.print(f"written to {arguments.json}")
 
 

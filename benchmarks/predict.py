@@ -11,7 +11,6 @@ the median of the measured ones with its quartiles, and the error. The aim is 10
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from results import save
 from shardwise import Plan, capture, parallelize, run_local, zoo
 from shardwise.calibrate import Step, calibrated, calibration_plans
 from shardwise.cluster import Cluster
@@ -174,8 +174,7 @@ def main() -> None:
         f"{within} of {len(rows)} plans within {100 * AIM:.0f} %; median error "
         f"{100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.1f} %"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    save(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise import __version__
 from shardwise.kernels import library
 from shardwise.kernels.winners import cpu_name
 
@@ -25,8 +27,18 @@ def machine() -> dict[str, object]:
         "kernels": lib.isa if lib is not None else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "shardwise": __version__,
         "system": platform.platform(),
     }
+
+
+def save(path: Path | None, figures: object) -> None:
+    """Writes figures to a file, if one is wanted, with the machine they are of and the date."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        found = {"machine": machine(), "date": now, "figures": figures}
+        path.write_text(json.dumps(found, indent=1))
 
 
 class Results:
@@ -36,7 +48,7 @@ class Results:
         self.path, self.key, self.rows = path, key, []
         if path is not None and path.exists():
             data = json.loads(path.read_text())
-            self.rows = data["rows"] if data["machine"] == machine() else []
+            self.rows = data["figures"] if data["machine"] == machine() else []
 
     def add(self, row: dict) -> None:
         """In place of the row of an earlier run that was about the same."""
@@ -44,8 +56,7 @@ class Results:
         same = [row[k] for k in self.key]
         self.rows = [old for old in self.rows if [old[k] for k in self.key] != same]
         self.rows.append(row)
-        if self.path is not None:
-            self.path.write_text(json.dumps({"machine": machine(), "rows": self.rows}, indent=1))
+        save(self.path, self.rows)
 
 
 def goal(title: str, ratios: list[float], wanted: float, unit: str) -> str:

@@ -1,62 +1,59 @@
 """Runs benchmarks one after the other and writes what they print to benchmarks/RESULTS.md.
 
-    python benchmarks/run.py [NAME ...] [--list]
+    python benchmarks/run.py [NAME ...] [--full] [--list]
 
-Figures go to build/bench/NAME.json. Nothing else should run on the machine meanwhile.
+Runs are short ones unless --full is given. Figures go to build/bench/NAME.json. Nothing else should
+run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from shardwise import __version__
-from shardwise.kernels.winners import cpu_name
+from results import machine
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "RESULTS.md", HERE.parent / "build" / "bench"
-# Minutes on two cores, and options beyond --json.
-BENCHMARKS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "overhead": (2, ()),
-    "memory": (2, ()),
-    "memory_cap": (1, ()),
-    "search": (3, ()),
-    "predict": (8, ("--rounds", "3")),
-    "overlap": (6, ()),
-    "allreduce": (5, ()),
-    "head_to_head": (25, ()),
-    "strong_scaling": (10, ()),
-    "papers": (11, ()),
-    "loader": (2, ()),
-    "checkpoint": (3, ()),
-    "kernels": (20, ()),
-    "train_cpu": (40, ()),
-    "threads": (2, ()),
+
+
+class Benchmark(NamedTuple):
+    """Minutes on two cores of a short run with these options, and of a full one without."""
+
+    minutes: float
+    options: tuple[str, ...] = ()
+    full: float | None = None
+
+
+BENCHMARKS = {
+    "overhead": Benchmark(2),
+    "memory": Benchmark(1),
+    "memory_cap": Benchmark(1),
+    "search": Benchmark(3),
+    "predict": Benchmark(3, ("--rounds", "3"), full=8),
+    "overlap": Benchmark(3, ("--rounds", "3"), full=6),
+    "allreduce": Benchmark(5),
+    "head_to_head": Benchmark(20, ("--rounds", "2"), full=30),
+    "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
+    "papers": Benchmark(11),
+    "loader": Benchmark(1, ("--seconds", "3"), full=2),
+    "checkpoint": Benchmark(2, ("--rounds", "5"), full=3),
+    "kernels": Benchmark(5, ("--every", "4"), full=20),
+    "train_cpu": Benchmark(6, ("--networks", "vgg16_cifar,resnet34_cifar", "--rounds", "2"), 40),
+    "threads": Benchmark(1),
 }
 
 
-def hardware() -> str:
-    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return (
-        f"{cpu_name()}, {os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, shardwise {__version__}"
-    )
-
-
-def run(name: str) -> tuple[int, str, float]:
+def run(name: str, options: tuple[str, ...]) -> tuple[int, str, float]:
     """Runs one benchmark; shows its output as it comes, and returns it."""
-    minutes, options = BENCHMARKS[name]
     command = [sys.executable, str(HERE / f"{name}.py"), *options]
     command += ["--json", str(FIGURES / f"{name}.json")]
-    print(f"\n== {name} (about {minutes:g} min)", flush=True)
+    print(f"\n== {name} {' '.join(options)}", flush=True)
     start, lines = time.perf_counter(), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -66,31 +63,36 @@ def run(name: str) -> tuple[int, str, float]:
     return process.wait(), "".join(lines).strip(), time.perf_counter() - start
 
 
-def section(name: str, text: str, seconds: float) -> str:
-    command = " ".join(["python", f"benchmarks/{name}.py", *BENCHMARKS[name][1]])
+def section(name: str, options: tuple[str, ...], text: str, seconds: float) -> str:
+    command = " ".join(["python", f"benchmarks/{name}.py", *options])
     return f"## {name}\n\n`{command}`, {seconds / 60:.1f} min\n\n```\n{text}\n```\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(BENCHMARKS), metavar="NAME")
+    parser.add_argument("--full", action="store_true", help="as long as each takes by itself")
     parser.add_argument("--list", action="store_true", help="show what there is")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
-    total = sum(BENCHMARKS[name][0] for name in arguments.names)
-    print(f"{', '.join(arguments.names)}: about {total:g} minutes on two cores")
+    chosen = {name: BENCHMARKS[name] for name in arguments.names}
+    if arguments.full:
+        chosen = {n: Benchmark(b.full or b.minutes) for n, b in chosen.items()}
+    for name, benchmark in chosen.items():
+        print(f"{name:<16}{benchmark.minutes:>4g} min  {' '.join(benchmark.options)}")
+    print(f"{'together':<16}{sum(b.minutes for b in chosen.values()):>4g} min on two cores")
     if arguments.list:
         return
     FIGURES.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
-    parts = [f"# Results\n\n{today}, {hardware()}.\n"]
+    about = ", ".join(f"{name} {value}" for name, value in machine().items())
+    parts = [f"# Results\n\n{datetime.date.today().isoformat()}; {about}.\n"]
     failed = []
-    for name in arguments.names:
-        code, text, seconds = run(name)
+    for name, (_, options, _) in chosen.items():
+        code, text, seconds = run(name, options)
         failed += [name] if code else []
-        parts.append(section(name, text or "(no output)", seconds))
+        parts.append(section(name, options, text or "(no output)", seconds))
         RESULTS.write_text("\n".join(parts))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -11,13 +11,13 @@ under 30 s.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
+from results import save
 from shardwise import capture, zoo
 from shardwise.cluster import Cluster
 from shardwise.cost import Costs
@@ -90,8 +90,7 @@ def main() -> None:
     for workers in (2, 4, 8, 16, 32, 64):
         flat = Cluster.load(f"{workers}x10Gb")
         rows.append(measure("resnet34", network("resnet34", 32 * workers), flat))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    save(arguments.json, rows)
 
 
 if __name__ == "__main__":

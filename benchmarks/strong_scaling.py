@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 import shardwise
 from hosts import machines, on_hosts, take_turns
+from results import save
 from shardwise import Cluster, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.box import Box
 from shardwise.comm import Communicator
@@ -238,8 +239,7 @@ def main() -> None:
     # Large tensors go back to the system when they are freed.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     found = {"scaling": scaling(arguments), "too large": too_large(4, arguments.edge)}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    save(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from results import save
 from shardwise.kernels import library, run
 
 
@@ -35,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     x, w = torch.randn(8, 64, 28, 28), torch.randn(64, 64, 3, 3)
@@ -58,6 +61,7 @@ def main() -> None:
     print(f"{given.threads} threads, pool: {pool}")
     print("  ".join(f"{name} {us:.0f} us" for name, us in best.items()))
     print(f"in turns / sum of both alone: {best['in turns'] / together:.3f}")
+    save(given.json, {"pool": pool, "threads": given.threads, "microseconds": best})
 
 
 if __name__ == "__main__":
