@@ -18,17 +18,25 @@ from torch import nn
 
 from shardwise import Cluster
 from shardwise.comm import Communicator
+from shardwise.parallel import ParallelModel
 from shardwise.probe import measure_speeds
 
 Step = Callable[[], Any]
 COUNTERS = "/sys/class/net"
 
 
-def stepper(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Step:
+def stepper(
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, count: int = 1
+) -> Step:
+    """So many steps of training, until nothing that they began is under way."""
+
     def step() -> None:
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(count):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(model, ParallelModel):
+            model.flush()
 
     return step
 

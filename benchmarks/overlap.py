@@ -31,12 +31,10 @@ from hosts import Step, machines, on_hosts, sgd, stepper
 from results import save
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
-from shardwise.parallel import ParallelModel
 from shardwise.zoo.vgg import VGG, VGG11
 
 SIZE = 64
-STEPS = 3  # that are timed together
-RECORDED = 3  # steps in a row: what one begins may end in the next
+STEPS = 3  # that are timed together: what one begins may end in the next
 KS = (3, 5, 7, 9)  # chunks that are tried; P3 found 9 of VGG-A's layers best
 
 
@@ -74,10 +72,10 @@ def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
     def add(name: str, plan: Plan, engine: Engine, delayed: bool = False) -> None:
         model = parallelize(build(), plan, gradients=engine)
         made = shardwise.optimizer(model, torch.optim.SGD, lr=1e-3) if delayed else sgd(model)
-        found[name] = (model, stepper(model, made, x, y))
+        found[name] = (model, stepper(model, made, x, y, STEPS))
 
     ddp = DistributedDataParallel(build())
-    found["DDP"] = (ddp, stepper(ddp, sgd(ddp), x[share], y[share]))
+    found["DDP"] = (ddp, stepper(ddp, sgd(ddp), x[share], y[share], STEPS))
     add("no overlap", samples, Engine("end"))
     for k in KS:
         add(f"k={k}", samples, Engine("chunks", last=k))
@@ -85,18 +83,8 @@ def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
     add("f=2, late", replicated, Engine("layer", wait="use", held=1), delayed=True)
     add("planned", planned, Engine("buckets"), delayed=True)
     alone = build()
-    found["bound"] = (alone, stepper(alone, sgd(alone), x[share], y[share]))
+    found["bound"] = (alone, stepper(alone, sgd(alone), x[share], y[share], STEPS))
     return found
-
-
-def timed(model: nn.Module, step: Step, count: int) -> float:
-    """Seconds per step of some in a row, until nothing that they began is under way."""
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    if isinstance(model, ParallelModel):
-        model.flush()
-    return (time.perf_counter() - start) / count
 
 
 def run(batch: int, link: str, rounds: int) -> dict[str, Any]:
@@ -104,9 +92,11 @@ def run(batch: int, link: str, rounds: int) -> dict[str, Any]:
     comm, made = Communicator(), variants(batch, link)
     times: dict[str, list[float]] = {name: [] for name in made}
     for number in range(rounds + 1):
-        for name, (model, step) in made.items():
+        for name, (_, step) in made.items():
             dist.barrier()
-            seconds = max(comm.gather_objects(timed(model, step, STEPS if number else 1)))
+            start = time.perf_counter()
+            step()
+            seconds = max(comm.gather_objects(time.perf_counter() - start)) / STEPS
             if number:
                 times[name].append(seconds)
         if number == 1:  # the best k goes on, the others give their memory back
@@ -117,9 +107,8 @@ def run(batch: int, link: str, rounds: int) -> dict[str, Any]:
     for name, (model, step) in made.items():
         if hasattr(model, "record"):
             with model.record() as trace:  # type: ignore[operator]
-                for _ in range(RECORDED):
-                    step()
-            overlaps[name] = (trace.overlap, float(trace.exposed.mean()) / RECORDED)
+                step()
+            overlaps[name] = (trace.overlap, float(trace.exposed.mean()) / STEPS)
     return {"times": times, "overlaps": overlaps}
 
 
