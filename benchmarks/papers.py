@@ -6,7 +6,7 @@ Every figure comes from the planner, the simulator or the network model, on the 
 paper's machine. What a paper leaves out is assumed from a data sheet or from its other numbers, and
 printed below its table; published figures and assumptions are in benchmarks/published/*.yaml. The
 goal is 15 %; where a figure is further off, the table is followed by what the simulation says why.
-P1's variants are measured by train_cpu.py. All takes about ten minutes.
+P1's variants are measured by train_cpu.py. All takes about three minutes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ BENCHMARKS = {
     "allreduce": Benchmark(5),
     "head_to_head": Benchmark(20, ("--rounds", "2"), full=30),
     "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
-    "papers": Benchmark(11),
+    "papers": Benchmark(4),
     "loader": Benchmark(1, ("--seconds", "3"), full=2),
     "checkpoint": Benchmark(2, ("--rounds", "5"), full=3),
     "kernels": Benchmark(5, ("--every", "4"), full=20),

@@ -19,7 +19,6 @@ import torch
 
 from pool import shared_pool
 from shardwise.checkpoint import export
-from shardwise.errors import ShardwiseError
 from shardwise.training import Trainer
 from shardwise.training.settings import read_settings
 
@@ -166,25 +165,23 @@ def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
     assert losses(folder) == losses(calm)
 
 
-def starve(given: dict[str, Any]) -> str:
+def starve(given: dict[str, Any]) -> None:
     """Trains with hardly more memory than is already in use."""
     trainer = Trainer(read_settings(None, given), quiet=True)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), before[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), most))
     try:
         trainer.fit()
-    except ShardwiseError as error:
-        return str(error)
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    return "no error"
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def test_memory_that_runs_out_names_the_layer_and_a_plan_that_fits(tmp_path: Path) -> None:
     given = {"out": str(tmp_path), "model": "vgg16_cifar", "data": "synthetic:2048x3x32x32"}
     given |= {"num_classes": 10, "batch": 1024, "split": "f=1", "prefetch": 0}
-    messages = shared_pool(2).run(starve, given)
-    named = [text for text in messages if "out of memory in layer '" in text]
-    assert named, messages
-    assert "per worker; --memory" in named[0] and "finds one that needs" in named[0]
+    with pytest.raises(AssertionError) as failed:
+        shared_pool(2).run(starve, given)
+    said = str(failed.value)
+    assert "out of memory in layer '" in said
+    assert "per worker; --memory" in said and "finds one that needs" in said
