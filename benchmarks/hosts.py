@@ -18,11 +18,15 @@ from torch import nn
 
 from shardwise import Cluster
 from shardwise.comm import Communicator
+from shardwise.cost import Roofline
+from shardwise.graph import LayerGraph
 from shardwise.parallel import ParallelModel
-from shardwise.probe import measure_speeds
+from shardwise.probe import measure_speeds, measure_works
+from shardwise.probing import wanted_works
+from shardwise.timing import Measured, first_layers
 
 Step = Callable[[], Any]
-COUNTERS = "/sys/class/net"
+COUNTERS = "/proc/net/dev"  # of the namespace of this process
 
 
 def stepper(
@@ -32,13 +36,20 @@ def stepper(
 
     def step() -> None:
         for _ in range(count):
-            nn.functional.cross_entropy(model(x), y).backward()
+            _loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         if isinstance(model, ParallelModel):
             model.flush()
 
     return step
+
+
+def _loss(output: Any, y: torch.Tensor) -> torch.Tensor:
+    """Of a classifier; that of an auxiliary one beside it counts 0.3, as in GoogLeNet's paper."""
+    whole, *others = output if isinstance(output, tuple) else (output,)
+    loss = nn.functional.cross_entropy(whole, y)
+    return sum((0.3 * nn.functional.cross_entropy(other, y) for other in others), loss)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -57,22 +68,32 @@ def on_hosts(script: str, hosts: int, link: str, options: Sequence[str]) -> Any:
 
 
 def machines(comm: Communicator, link: str) -> Cluster:
-    """The emulated hosts, with the speed that computation has on all of them at once."""
+    """The emulated hosts, with what computation and messages take on all of them at once."""
     speeds = comm.gather_objects(measure_speeds(comm))
     cluster = Cluster.load(f"{comm.size}x{link.replace('gbit', 'Gb').replace('mbit', 'Mb')}")
-    device = cluster.device.model_copy(
-        update={
-            "flops": statistics.median(s.flops for s in speeds),
-            "memory_bandwidth": statistics.median(s.memory_bandwidth for s in speeds),
-        }
-    )
-    return cluster.model_copy(update={"device": device})
+
+    def found(*names: str) -> dict[str, float]:
+        return {n: statistics.median(getattr(own, n) for own in speeds) for n in names}
+
+    device = cluster.device.model_copy(update=found("flops", "memory_bandwidth", "launch"))
+    port = cluster.links[0].model_copy(update=found("latency", "post", "overlap"))
+    return cluster.model_copy(update={"device": device, "links": (port, *cluster.links[1:])})
+
+
+def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Measured:
+    """What every share of every layer takes, on all hosts at once; the median over them."""
+    ranks = comm.gather_objects(measure_works(wanted_works([graph], comm.size), runs=1))
+    times = {
+        key: tuple(statistics.median(own[key][way] for own in ranks) for way in (0, 1))
+        for key in ranks[0]
+    }
+    return Measured((times,), Roofline(cluster.device), first_layers(graph))  # type: ignore[arg-type]
 
 
 def bytes_sent() -> int:
     """By this host so far, as its network card counts them."""
-    cards = [card for card in Path(COUNTERS).iterdir() if card.name != "lo"]
-    return sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
+    cards = (line.split(":") for line in Path(COUNTERS).read_text().splitlines() if ":" in line)
+    return sum(int(counts.split()[8]) for name, counts in cards if name.strip() != "lo")
 
 
 def take_turns(

@@ -64,7 +64,7 @@ def probe(
     """
     world = choose_world(workers)
     graphs = [question.graph(world) for question in questions]
-    wanted = _wanted(graphs, world)
+    wanted = wanted_works(graphs, world)
     if under_launcher():
         init_from_environment()
         gathered = Communicator().gather_objects(_measure(wanted, questions, again, sums))
@@ -113,7 +113,7 @@ def _calibrated(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) 
     return calibrated(cluster, steps)
 
 
-def _wanted(graphs: list[LayerGraph], world: int) -> list[Work]:
+def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
     """Every share of every layer that a search over these models asks for, each once."""
     works: dict[str, Work] = {}
     cluster = Cluster.load("local").with_workers(world)

@@ -88,6 +88,49 @@ class Normalize(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
+class NormalizeChannels(torch.autograd.Function):
+    """`Normalize` where a group is a channel: torch's own batch norm, given the statistics.
+
+    Its evaluation is one pass over x, and the backward pass of that gives all sums in another.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, count, eps, total):  # type: ignore[no-untyped-def]
+        sums = x.new_zeros([2, x.shape[1]], dtype=torch.float64)
+        if x.numel():
+            local_mean, local_var = torch.batch_norm_update_stats(x, None, None, 0.0)
+            mean, var, own = local_mean.double(), local_var.double(), x.numel() // x.shape[1]
+            sums = torch.stack([mean * own, (var + mean * mean) * own])
+        mean, squares = total(sums.unsqueeze(1)).squeeze(1) / count
+        var = (squares - mean * mean).clamp_min(0)
+        given = mean.to(x.dtype), var.to(x.dtype)
+        ctx.save_for_backward(x, weight, *given)
+        ctx.bias, ctx.count, ctx.eps, ctx.total = bias is not None, count, eps, total
+        ctx.mark_non_differentiable(mean, var)
+        if x.numel() == 0:
+            return torch.empty_like(x), mean, var
+        y = torch.native_batch_norm(x, weight, bias, *given, False, 0.0, eps)[0]
+        return y, mean, var
+
+    @staticmethod
+    def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
+        x, weight, mean, var = ctx.saved_tensors
+        if x.numel():
+            args = (mean, var, None, None, False, ctx.eps, [True, True, True])
+            dx, dw, db = torch.ops.aten.native_batch_norm_backward(dy, x, weight, *args)
+        else:
+            dx, dw, db = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+        sums = torch.stack([db, dw]).double()
+        sums = sums if weight is None else sums * weight
+        first, second = ctx.total(sums.unsqueeze(1)).squeeze(1) / ctx.count
+        rstd = (var.double() + ctx.eps).rsqrt()
+        slope = -rstd * rstd * second
+        offset = -rstd * first - slope * mean
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        dx.addcmul_(x, slope.to(x.dtype).view(shape)).add_(offset.to(x.dtype).view(shape))
+        return dx, dw if weight is not None else None, db if ctx.bias else None, None, None, None
+
+
 class Norm(Strategy):
     """What the four norms share. Subclasses say what is summed and where parameters lie."""
 
@@ -147,9 +190,8 @@ class BatchNorm(Norm):
             )
         if x.numel() == 0:  # no samples here, yet the statistics of this rank's channels move on
             x = x.reshape(0, local.sums.shape[2], *[1] * (x.ndim - 2))
-        dims = (0, *range(2, x.ndim))
-        grouping = Grouping(dims, tuple(x.shape))
-        y, batch_mean, batch_var = self.normalize(local, x, weight, bias, grouping, count)
+        args = (count, local.attrs["eps"], local.sum)
+        y, batch_mean, batch_var = NormalizeChannels.apply(x, weight, bias, *args)  # type: ignore[misc]
         if mean is not None and var is not None:
             with torch.no_grad():
                 mean.lerp_(batch_mean.view(-1).to(mean), momentum)
