@@ -31,21 +31,21 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "overhead": Benchmark(2),
+    "head_to_head": Benchmark(12, ("--batches", "32", "--rounds", "2"), full=45),
+    "overlap": Benchmark(3, ("--batches", "16", "--rounds", "3"), full=7),
+    "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
+    "allreduce": Benchmark(3, ("--quick",), full=5),
+    "overhead": Benchmark(1, ("--rounds", "5"), full=2),
     "memory": Benchmark(1),
     "memory_cap": Benchmark(1),
-    "search": Benchmark(3),
-    "predict": Benchmark(3, ("--rounds", "3"), full=8),
-    "overlap": Benchmark(3, ("--rounds", "3"), full=6),
-    "allreduce": Benchmark(5),
-    "head_to_head": Benchmark(20, ("--rounds", "2"), full=30),
-    "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
-    "papers": Benchmark(4),
-    "loader": Benchmark(1, ("--seconds", "3"), full=2),
-    "checkpoint": Benchmark(2, ("--rounds", "5"), full=3),
-    "kernels": Benchmark(5, ("--every", "4"), full=20),
-    "train_cpu": Benchmark(6, ("--networks", "vgg16_cifar,resnet34_cifar", "--rounds", "2"), 40),
+    "predict": Benchmark(2, ("--rounds", "2"), full=8),
+    "kernels": Benchmark(3, ("--every", "8"), full=20),
+    "train_cpu": Benchmark(3, ("--networks", "vgg16_cifar", "--rounds", "2"), full=40),
     "threads": Benchmark(1),
+    "loader": Benchmark(1, ("--seconds", "3"), full=2),
+    "checkpoint": Benchmark(1, ("--rounds", "5"), full=3),
+    "papers": Benchmark(3),
+    "search": Benchmark(2),
 }
 
 

@@ -12,6 +12,7 @@ from shardwise import Config, Plan, capture
 from shardwise.graph import Layer
 from shardwise.layout import Layout
 from shardwise.strategies import STRATEGIES, Split, strategy_of
+from shardwise.strategies.norm import NormalizeChannels
 
 
 def layer_of(module: nn.Module, *shape: int) -> Layer:
@@ -84,3 +85,25 @@ def test_norms_sum_two_numbers_per_group_only_where_a_group_spans_ranks() -> Non
 def test_every_operator_of_the_graph_has_a_strategy() -> None:
     graphs = [capture(m.double(), torch.zeros(s).double()) for m, s in OPERATORS.values()]
     assert {layer.op for graph in graphs for layer in graph.layers} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 7), (3, 4, 5, 6), (2, 3, 4, 3, 2)])
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_batch_norm_of_one_rank_is_torch_s(
+    dtype: torch.dtype, limit: float, shape: tuple[int, ...], weighted: bool
+) -> None:
+    torch.manual_seed(0)
+    x = (2 * torch.randn(shape, dtype=dtype) + 3).requires_grad_()
+    params = [torch.randn(shape[1], dtype=dtype, requires_grad=True) for _ in range(2 * weighted)]
+    weight, bias = params or (None, None)
+    expected = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
+    count = x.numel() // shape[1]
+    y, mean, var = NormalizeChannels.apply(x, weight, bias, count, 1e-5, lambda sums: sums)
+    gradient = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, [x, *params], gradient)
+    found = torch.autograd.grad(y, [x, *params], gradient)
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    exact = torch.var_mean(x.double(), dims, correction=0)
+    for got, right in zip((y, *found, var, mean), (expected, *wanted, *exact), strict=True):
+        torch.testing.assert_close(got, right.to(got.dtype), rtol=limit, atol=limit)

@@ -115,15 +115,17 @@ class NormalizeChannels(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
         x, weight, mean, var = ctx.saved_tensors
+        rstd, scale = (var.double() + ctx.eps).rsqrt(), weight
+        if weight is None:
+            scale = torch.ones_like(mean)
         if x.numel():
-            args = (mean, var, None, None, False, ctx.eps, [True, True, True])
-            dx, dw, db = torch.ops.aten.native_batch_norm_backward(dy, x, weight, *args)
+            saved = mean, rstd.to(x.dtype)  # which GPUs ask for, some of them to no purpose
+            args = (mean, var, *saved, False, ctx.eps, [True, True, True])
+            dx, dw, db = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *args)
         else:
             dx, dw, db = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        sums = torch.stack([db, dw]).double()
-        sums = sums if weight is None else sums * weight
+        sums = torch.stack([db, dw]).double() * scale
         first, second = ctx.total(sums.unsqueeze(1)).squeeze(1) / ctx.count
-        rstd = (var.double() + ctx.eps).rsqrt()
         slope = -rstd * rstd * second
         offset = -rstd * first - slope * mean
         shape = [1, -1, *[1] * (x.ndim - 2)]
