@@ -194,9 +194,11 @@ def _summary(thing: Any) -> str:
 
 
 def _members(thing: type) -> list[tuple[str, Any]]:
-    """Public methods and properties of the class itself that say what they are for."""
+    """Public methods and properties, of our own base classes too, that say what they are for."""
     found = []
-    for name, value in vars(thing).items():
+    bases = [cls for cls in reversed(thing.__mro__) if cls.__module__.startswith("shardwise")]
+    members = {name: value for cls in bases for name, value in vars(cls).items()}
+    for name, value in members.items():
         value = getattr(value, "__func__", value)
         is_member = isinstance(value, property) or inspect.isfunction(value)
         if is_member and not name.startswith("_") and value.__doc__:
