@@ -65,7 +65,19 @@ def run(name: str, options: tuple[str, ...]) -> tuple[int, str, float]:
 
 def section(name: str, options: tuple[str, ...], text: str, seconds: float) -> str:
     command = " ".join(["python", f"benchmarks/{name}.py", *options])
-    return f"## {name}\n\n`{command}`, {seconds / 60:.1f} min\n\n```\n{text}\n```\n"
+    about = ", ".join(f"{key} {value}" for key, value in machine().items())
+    taken = f"{datetime.date.today().isoformat()}, {seconds / 60:.1f} min; {about}."
+    return f"## {name}\n\n`{command}`\n\n{taken}\n\n```text\n{text}\n```\n"
+
+
+def record(name: str, text: str) -> None:
+    """Puts what one benchmark printed in place of what it printed before."""
+    old = RESULTS.read_text() if RESULTS.exists() else ""
+    known = {part.split("\n", 1)[0]: f"## {part}" for part in old.split("\n## ")[1:]}
+    known = {key: part if part.endswith("\n") else f"{part}\n" for key, part in known.items()}
+    known[name] = text
+    order = [key for key in BENCHMARKS if key in known]
+    RESULTS.write_text("\n".join(["# Results\n", *(known[key] for key in order)]))
 
 
 def main() -> None:
@@ -86,14 +98,11 @@ def main() -> None:
     if arguments.list:
         return
     FIGURES.mkdir(parents=True, exist_ok=True)
-    about = ", ".join(f"{name} {value}" for name, value in machine().items())
-    parts = [f"# Results\n\n{datetime.date.today().isoformat()}; {about}.\n"]
     failed = []
     for name, (_, options, _) in chosen.items():
         code, text, seconds = run(name, options)
         failed += [name] if code else []
-        parts.append(section(name, options, text or "(no output)", seconds))
-        RESULTS.write_text("\n".join(parts))
+        record(name, section(name, options, text or "(no output)", seconds))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
     print(f"\nwritten to {RESULTS}")

@@ -99,11 +99,14 @@ def stepper(plan: Plan | None, batch: int, edge: int) -> Step:
     model, (x, y) = zoo.build("unet3d"), volumes(batch, edge)
     more: dict[str, Any] = {}
     if plan is not None:
-        model, more = parallelize(model, plan, output="local"), {"batch": batch}
-        whole = Box.whole((batch, CLASSES, edge, edge, edge))
-        cut = model.output_box(batch).slices_in(whole)
+        original, model, more = model, parallelize(model, plan, output="local"), {"batch": batch}
+        part = model.output_box(batch)
         x = x[model.input_box(batch).slices_in(Box.whole(tuple(x.shape)))].clone()
-        y = y[cut[:1] + cut[2:]].clone()
+        if all(model.comm.gather_objects(part.empty or part.shape[1] == CLASSES)):
+            cut = part.slices_in(Box.whole((batch, CLASSES, edge, edge, edge)))
+            y = y[cut[:1] + cut[2:]].clone()
+        else:  # the plan splits the classes, of which a loss needs all
+            model = parallelize(original, plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> float:
@@ -137,7 +140,7 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     comm, group = Communicator(), Path(arguments.groups[rank])
     limit_cpu(group, arguments.share)
-    cluster = machines(comm, arguments.link)
+    cluster = machines(comm, arguments.link, messages=False)
     limit_cpu(group, None)  # planning is no part of a step
     chosen = plans(comm, cluster, arguments.size)
     steps = {name: stepper(plan, BATCH, arguments.size) for name, plan in chosen.items()}
