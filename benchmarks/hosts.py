@@ -19,14 +19,14 @@ from torch import nn
 from shardwise import Cluster
 from shardwise.comm import Communicator
 from shardwise.cost import Roofline
+from shardwise.emulate import card_bytes
 from shardwise.graph import LayerGraph
 from shardwise.parallel import ParallelModel
 from shardwise.probe import measure_speeds, measure_works
-from shardwise.probing import wanted_works
+from shardwise.probing import median_times, wanted_works
 from shardwise.timing import Measured, first_layers
 
 Step = Callable[[], Any]
-COUNTERS = "/proc/net/dev"  # of the namespace of this process
 
 
 def stepper(
@@ -86,18 +86,14 @@ def machines(comm: Communicator, link: str, messages: bool = True) -> Cluster:
 
 def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Measured:
     """What every share of every layer takes, on all hosts at once; the median over them."""
-    ranks = comm.gather_objects(measure_works(wanted_works([graph], comm.size), runs=1))
-    times = {
-        key: tuple(statistics.median(own[key][way] for own in ranks) for way in (0, 1))
-        for key in ranks[0]
-    }
-    return Measured((times,), Roofline(cluster.device), first_layers(graph))  # type: ignore[arg-type]
+    own = measure_works(wanted_works([graph], comm.size), runs=1)
+    times = median_times(comm.gather_objects(own))
+    return Measured((times,), Roofline(cluster.device), first_layers(graph))
 
 
 def bytes_sent() -> int:
     """By this host so far, as its network card counts them."""
-    cards = (line.split(":") for line in Path(COUNTERS).read_text().splitlines() if ":" in line)
-    return sum(int(counts.split()[8]) for name, counts in cards if name.strip() != "lo")
+    return card_bytes("self")[1]
 
 
 def take_turns(

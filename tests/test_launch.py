@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.launch import LAUNCHERS, WorkerError, _has_mpi, run_local, under_launcher
 
@@ -162,3 +163,21 @@ def _eventually(condition, seconds: float) -> bool:  # type: ignore[no-untyped-d
             return False
         time.sleep(0.05)
     return True
+
+
+def _begin_again(folder: str) -> list[float]:
+    """Sums of a lane, before and after the process group was ended and made anew."""
+    rank, found = dist.get_rank(), []
+    for number in range(2):
+        dist.destroy_process_group()
+        place = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+        lane, x = Communicator().in_lane("gradients"), torch.ones(3)
+        lane.prepare([(0, 1)])
+        lane.all_reduce((0, 1), x).wait()
+        found.append(float(x.sum()))
+    return found
+
+
+def test_groups_end_with_the_process_group_they_belong_to(tmp_path: Path) -> None:
+    assert run_local(_begin_again, 2, str(tmp_path)) == [[6.0, 6.0], [6.0, 6.0]]

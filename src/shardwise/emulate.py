@@ -155,7 +155,7 @@ class Emulation:
 
     def traffic(self) -> list[tuple[int, int]]:
         """Bytes that each host has received and sent, by its network card's own count."""
-        return [_card(holder.pid) for holder in self.holders[: self.wiring.hosts]]
+        return [card_bytes(holder.pid) for holder in self.holders[: self.wiring.hosts]]
 
 
 def _check_possible() -> None:
@@ -212,7 +212,8 @@ def _shape(device: str, rate: float) -> str:
     return f"tc qdisc add dev {device} root tbf rate {int(rate * 8)}bit burst {burst} latency 100ms"
 
 
-def _card(pid: int) -> tuple[int, int]:
+def card_bytes(pid: int | str) -> tuple[int, int]:
+    """What the card of a process's host has received and sent."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":

@@ -6,7 +6,6 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from shardwise.sum_tuning import Figures, measure_figures, measure_sums
 from shardwise.timing import TimeTable, Work, all_works, first_layers, timer_for
 from shardwise.winners import Winner
 
+Times = dict[str, tuple[float, float]]  # of shares by their keys, forward and backward
 STEPS = 3  # of each plan that shows what messages cost amid computation
 
 
@@ -44,7 +44,7 @@ class Found:
 
     speeds: Speeds
     device: str
-    times: dict[str, tuple[float, float]]
+    times: Times
     steps: list[list[float]]  # seconds of each model's calibration plans
     figures: Figures | None = None  # of messages at a switch and across, where sums were raced
     winners: tuple[Winner, ...] = ()
@@ -182,10 +182,17 @@ def _steps(question: Question, comm: Communicator) -> list[float]:
 def _keep(found: list[Found]) -> None:
     """Adds the median over ranks of every new time to the table on disk."""
     table = TimeTable.load(found[0].device)
-    for key in found[0].times:
-        ways: list[Any] = list(zip(*(own.times[key] for own in found), strict=True))
-        table.seconds[key] = (statistics.median(ways[0]), statistics.median(ways[1]))
+    table.seconds.update(median_times([own.times for own in found]))
     table.save()
+
+
+def median_times(ranks: list[Times]) -> Times:
+    """The median over ranks of what each share takes, forward and backward."""
+    found: Times = {}
+    for key in ranks[0]:
+        forward, backward = zip(*(own[key] for own in ranks), strict=True)
+        found[key] = (statistics.median(forward), statistics.median(backward))
+    return found
 
 
 def _machine_memory() -> int:
