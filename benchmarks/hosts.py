@@ -79,7 +79,8 @@ def machines(comm: Communicator, link: str, messages: bool = True) -> Cluster:
         return {n: statistics.median(getattr(own, n) for own in speeds) for n in names}
 
     device = cluster.device.model_copy(update=found("flops", "memory_bandwidth", "launch"))
-    measured = found("latency", "post", "overlap") if messages else {}
+    names = ("latency", "post", "overlap", "sum_latency", "sum_bandwidth")
+    measured = found(*names) if messages else {}
     port = cluster.links[0].model_copy(update=measured)
     return cluster.model_copy(update={"device": device, "links": (port, *cluster.links[1:])})
 

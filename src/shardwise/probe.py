@@ -138,6 +138,7 @@ def _gathered(shape: tuple[int, ...]) -> Callable[[torch.Tensor], Callable[[], t
 def measure_speeds(comm: Communicator) -> Speeds:
     """The device's and the links' figures, measured on all ranks at once."""
     world = comm.size
+    comm.prepare([tuple(range(world))])
     small, large = (_exchange_seconds(comm, n) for n in (SMALL, LARGE))
     moved = 4.0 * LARGE * world  # all messages of one round
     sum_small, sum_large = (_sum_seconds(comm, n) for n in (SMALL, LARGE))
@@ -212,7 +213,9 @@ def _post_seconds(comm: Communicator) -> float:
 
 def _sum_seconds(comm: Communicator, numel: int) -> float:
     x, ranks = torch.zeros(numel), tuple(range(comm.size))
-    return _amid_work(comm, lambda: comm.all_reduce(ranks, x).wait()) if comm.size > 1 else 0.0
+    if comm.size == 1:
+        return 0.0
+    return _amid_work(comm, lambda: comm.all_reduce(ranks, x, at_once=True).wait())
 
 
 def _overlap(comm: Communicator) -> float:

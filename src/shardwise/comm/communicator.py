@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shardwise.comm.groups import group_of, known_group
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
+from shardwise.comm.wires import connect, wires
 from shardwise.errors import ShardwiseError
 from shardwise.winners import Algorithm, Winner, fastest
 
@@ -264,13 +266,17 @@ class Communicator:
         x: torch.Tensor,
         about: About = ANYTHING,
         algorithm: Algorithm | None = None,
+        at_once: bool = False,
     ) -> Pending:
         """Replaces x by its sum over the group; the algorithm is the measured winner if not given.
 
-        Schedules need a lane, where no other messages are, and messages that need no pairing.
+        Schedules need a lane, where no other messages are, and messages that need no pairing. Of
+        all sums that are done `at_once` nothing is under way afterwards, which small ones may use.
         """
         if len(ranks) == 1:
             return Pending([])
+        if at_once and algorithm is None and self._wired(ranks, x):
+            return self._sum_at_once(ranks, x, about)
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
         if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
@@ -328,6 +334,19 @@ class Communicator:
 
         return Pending([], finish)
 
+    def _wired(self, ranks: tuple[int, ...], x: torch.Tensor) -> bool:
+        """Whether our own connections carry this sum; the same on all its ranks."""
+        small = x.numel() * x.element_size() <= SMALL and x.dtype in (torch.float32, torch.float64)
+        usual = self._backend == "gloo" and not self.lane
+        return small and usual and self._members(ranks) in wires().groups
+
+    def _sum_at_once(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
+        staged = self._stage(x.contiguous())
+        at = {rank: self._global[rank] for rank in ranks}
+        work = SimpleNamespace(wait=lambda: wires().sum(at, self.rank, staged.numpy()))
+        Flight(self, "sum", ranks, about).wait([work])
+        return Pending([], lambda: _copy_back([x], [staged], None))
+
     def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
         """Replaces x by the root's."""
         if self.size == 1:
@@ -360,9 +379,14 @@ class Communicator:
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Makes the process groups of these ranks; all ranks call it with the same groups."""
+        groups = [ranks for ranks in groups if len(ranks) > 1]
         for ranks in groups:
-            if len(ranks) > 1 and (len(ranks) < self.size or self.lane):
+            if len(ranks) < self.size or self.lane:
                 group_of(self.lane, self._members(ranks), self.timeout)
+        if self._backend == "gloo" and not self.lane:
+            few = [self._members(ranks) for ranks in groups if len(ranks) <= FEW]
+            me = self._global[self.rank]
+            connect(few, me, self._global, self.gather_objects, self.timeout)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:
