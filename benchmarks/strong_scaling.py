@@ -41,7 +41,7 @@ from shardwise.planner import predict, size
 BATCH = 2
 CLASSES = 3
 PERIOD = 5000  # microseconds; short, so that ranks that wait for each other are held up alike
-TRAINING = Training(states=1, output="local")
+TRAINING = Training(states=1, output="local", whole_classes=True)
 Step = Callable[[], float]
 
 # -- control groups --------------------------------------------------------------------------------
@@ -99,14 +99,10 @@ def stepper(plan: Plan | None, batch: int, edge: int) -> Step:
     model, (x, y) = zoo.build("unet3d"), volumes(batch, edge)
     more: dict[str, Any] = {}
     if plan is not None:
-        original, model, more = model, parallelize(model, plan, output="local"), {"batch": batch}
-        part = model.output_box(batch)
+        model, more = parallelize(model, plan, output="local"), {"batch": batch}
         x = x[model.input_box(batch).slices_in(Box.whole(tuple(x.shape)))].clone()
-        if all(model.comm.gather_objects(part.empty or part.shape[1] == CLASSES)):
-            cut = part.slices_in(Box.whole((batch, CLASSES, edge, edge, edge)))
-            y = y[cut[:1] + cut[2:]].clone()
-        else:  # the plan splits the classes, of which a loss needs all
-            model = parallelize(original, plan)
+        cut = model.output_box(batch).slices_in(Box.whole((batch, CLASSES, edge, edge, edge)))
+        y = y[cut[:1] + cut[2:]].clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from math import isclose
 from pathlib import Path
@@ -16,9 +17,10 @@ from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, presets
 from shardwise.cost import Costs, Training, usual
 from shardwise.models import load_model
-from shardwise.planner import Planner, baselines, complete, predict, size
+from shardwise.planner import Planner, baselines, complete, predict, size, wanted
 from shardwise.planning import Alternative, examine, plan
 from shardwise.search import total
+from shardwise.strategies import Split, strategy_of
 from shardwise.tables import explain_table
 
 TABLE_2 = Path(__file__).parents[1] / "examples" / "p4_table2.py"
@@ -370,6 +372,27 @@ def test_no_rival_takes_a_shorter_step() -> None:
         found = plan(graph_of(name, batch), cluster="2x2@1Gb/4:1").findings
         assert found.rivals
         assert all(found.trace.seconds <= r.step * ROUNDING for r in found.rivals.values())
+
+
+@pytest.mark.parametrize("cap", (None, 240 << 20))
+def test_where_a_loss_needs_all_classes_no_plan_and_no_rival_splits_them(cap: int | None) -> None:
+    graph, cluster = graph_of("alexnet", 16, 64, 64), Cluster.load("4x1Gb")
+    training = Training(output="local", whole_classes=True)
+    costs = Costs(graph, cluster, training=training)
+    assert not wanted(examine(Costs(graph, cluster, training=Training(output="local"))), costs)
+    found = examine(costs, cap=cap)
+    last = graph[graph.outputs[0]]
+    plans = [found, *(rival.plan for rival in found.findings.rivals.values())]
+    plans += [replaced(found, last.name, a.config) for a in found.findings.explain(last.name)]
+    assert len(plans) > 5
+    for made in plans:
+        split = Split.of(last, made.config(last, graph), made.world)
+        boxes = strategy_of(last).output(split).bounds
+        assert ((boxes[:, 1] == [0, 1000]).all(axis=1) | (boxes[:, 0, 0] == boxes[:, 0, 1])).all()
+
+
+def replaced(plan: Plan, layer: str, config: Config) -> Plan:
+    return replace(plan, layers={**plan.layers, layer: config})
 
 
 def test_sample_parallelism_is_always_compared_and_its_best_degree_only_if_it_differs() -> None:

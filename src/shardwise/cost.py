@@ -69,6 +69,7 @@ class Training:
     itemsize: int = 4
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
     output: str = "full"  # every rank gets the whole output, or "local": its part
+    whole_classes: bool = False  # a part must have all classes, as a loss needs them
     gradients: bool = True  # False: inference only
     # Of norms; "local": each rank its own, as in other systems that are simulated.
     statistics: Literal["global", "local"] = "global"
@@ -419,6 +420,14 @@ class Costs:
             return Table(*np.zeros((2, len(held), 1)))
         everywhere = self.columns.of(Layout.replicated(layer.shape, self.world).bounds[None])
         return self.traffic.table(held, Layouts.of(self.columns, everywhere))
+
+    def unwanted(self, layer: Layer, held: Layouts) -> np.ndarray:
+        """Which layouts of an output leave a rank with a part that lacks classes."""
+        if not self.training.whole_classes or len(layer.shape) < 2:
+            return np.zeros(len(held), dtype=bool)
+        boxes = held.boxes(np.arange(len(held)))
+        sizes = boxes[..., 1] - boxes[..., 0]
+        return ((sizes > 0).all(axis=-1) & (sizes[..., 1] < layer.shape[1])).any(axis=1)
 
 
 def usual(layer: Layer, config: Config) -> Config:

@@ -29,9 +29,6 @@ from shardwise.program import Program, Source, to_all
 from shardwise.runtime import Runtime, Tensors
 from shardwise.split_model import SplitModel
 from shardwise.state import Graphs, ModelGraphs, State
-from shardwise.stored import (
-    resolve,
-)
 from shardwise.trace import Trace
 
 
@@ -206,8 +203,7 @@ class ParallelModel(SplitModel):
         self._wait_for_sums()  # of a step before, whose buffers are used again
         if state.settle is not None and state.choice.engine.wait == "use":
             state.settle(None)
-        trainable = self._trainable()
-        params: Tensors = {n: p for n, p in self.named_parameters() if n in trainable}
+        params: Tensors = {n: p for n, p in self.named_parameters() if p.requires_grad}
         # Gradients of an earlier backward pass lie where those of this one will be put.
         before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
         begin = time.perf_counter()
@@ -243,7 +239,8 @@ class ParallelModel(SplitModel):
         else:
             if state.late.entries and source.name in state.late.names and state.settle:
                 state.settle(frozenset([source.name]))  # its last update was put off until now
-            tensor = resolve(self, source.name)
+            path, _, leaf = source.name.rpartition(".")
+            tensor = getattr(state.modules[path], leaf)
             held = state.layouts[source.name][state.comm.rank]
         whole = tensor.ndim == 0 or held == source.box
         return tensor if whole else tensor[source.box.slices_in(held)]

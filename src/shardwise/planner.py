@@ -144,6 +144,15 @@ def _output_row(plan: Plan, costs: Costs, name: str) -> Row:
     return Row(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
 
 
+def wanted(plan: Plan, costs: Costs) -> bool:
+    """Whether every rank gets all classes of its part of the output, where its loss needs them."""
+    for layer in map(costs.graph.__getitem__, costs.graph.outputs):
+        own, place = costs.at(layer, plan.config(layer, costs.graph))
+        if costs.unwanted(layer, own.outputs.one(place)).any():
+            return False
+    return True
+
+
 # -- search ----------------------------------------------------------------------------------------
 
 
@@ -190,7 +199,9 @@ class Planner:
                 update = costs.update * (1.0 - hidden)
                 vector = costs.compute + costs.transfer + update + price * costs.memory
                 if is_output:
-                    vector = vector + self.costs.output_table(layer).seconds[costs.outputs.index, 0]
+                    index = costs.outputs.index
+                    vector = vector + self.costs.output_table(layer).seconds[index, 0]
+                    vector[self.costs.unwanted(layer, costs.outputs)[index]] = np.inf
                 vectors[key] = vector
             nodes.append(vectors[key])
         return Problem(nodes, self._edges)
@@ -314,6 +325,8 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
         best: tuple[Plan, Prediction] | None = None
         for plan in plans:
             plan = _on_all(plan, world)
+            if not wanted(plan, costs):
+                continue
             prediction = predict(plan, costs)
             if best is None or prediction.seconds < best[1].seconds:
                 best = plan, prediction

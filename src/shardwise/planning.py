@@ -83,8 +83,10 @@ class Findings:
             for index, source in value_operands(reader):
                 if source == name:
                     onward += [costs.transfer(layer, reader, index, pair)[0] for pair in ends]
+        wanted = np.ones(len(own.configs), dtype=bool)
         if name in graph.outputs:
             onward += costs.output_table(layer).seconds[own.outputs.index, 0]
+            wanted = ~costs.unwanted(layer, own.outputs)[own.outputs.index]
         found = [
             Alternative(
                 config,
@@ -94,6 +96,7 @@ class Findings:
                 float(onward[i]),
             )
             for i, config in enumerate(own.configs)
+            if wanted[i]
         ]
         return sorted(found, key=lambda alternative: alternative.total)
 

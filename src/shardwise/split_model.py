@@ -47,7 +47,7 @@ class SplitModel(nn.Module):
             root._buffers,
         )
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
-        self._shardwise.modules = dict(root.named_modules())
+        self._shardwise.modules = dict(root.named_modules(remove_duplicate=False))
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules, the original root included."""

@@ -1,8 +1,8 @@
 """Connections of our own between ranks, for small sums that everybody waits for.
 
 Gloo hands every message to a thread, which hands it on to the one that waits: on busy cores that
-takes ten times as long as a small message itself. Here whoever needs a sum reads it from the socket.
-Ranks that cannot reach each other do without.
+takes ten times as long as a small message itself. Here whoever needs a sum reads it from the
+socket. Ranks that cannot reach each other do without.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _text(path: str) -> str:
 
 
 def _address() -> str:
-    """Of this host: of the interface that gloo was given, or that leads to the first rank's host."""
+    """Of the interface that gloo was given, or of the one that leads to the first rank's host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if interface:
