@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from shardwise.emulate import card_bytes
 from shardwise.graph import LayerGraph
 from shardwise.parallel import ParallelModel
 from shardwise.probe import measure_speeds, measure_works
-from shardwise.probing import median_times, wanted_works
+from shardwise.probing import wanted_works
 from shardwise.timing import Measured, first_layers
 
 Step = Callable[[], Any]
@@ -86,9 +87,20 @@ def machines(comm: Communicator, link: str, messages: bool = True) -> Cluster:
 
 
 def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Measured:
-    """What every share of every layer takes, on all hosts at once; the median over them."""
-    own = measure_works(wanted_works([graph], comm.size), runs=1)
-    times = median_times(comm.gather_objects(own))
+    """What every share of every layer takes on hosts that share the cores of this machine.
+
+    Each host times some of them while the others are busy with theirs. What counts is its own time
+    on a core, as often as it has to wait for one: a layer is done before another host has its turn.
+    """
+    wanted = wanted_works([graph], comm.size)[comm.rank :: comm.size]
+    crowd = max(1.0, comm.size / (os.cpu_count() or 1))
+    own = {
+        key: (crowd * forward, crowd * backward)
+        for key, (forward, backward) in measure_works(
+            wanted, runs=2, clock=time.thread_time
+        ).items()
+    }
+    times = dict(item for part in comm.gather_objects(own) for item in part.items())
     return Measured((times,), Roofline(cluster.device), first_layers(graph))
 
 

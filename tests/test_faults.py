@@ -24,7 +24,7 @@ PHASES = {  # what the others wait for, as their message says it
     "forward": "exchange of conv0>0",
     "backward": "gradient",
     "sum": "sum of the gradients of",
-    "checkpoint": "of conv0.",
+    "checkpoint": "of conv0",  # its weights, or the step after for a rank that had them all
 }
 
 

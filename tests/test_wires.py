@@ -1,4 +1,4 @@
-"""Small sums over our own connections: the same result as the backend's, and only among ranks."""
+"""Our own connections: the same tensors as over the backend, and only among ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,55 +15,70 @@ from pool import shared_pool
 from shardwise import LostPeer, run_local
 from shardwise.comm import About, Communicator
 from shardwise.comm import wires as module
-from shardwise.comm.wires import Wires, wires
+from shardwise.comm.wires import wires
 
-GROUPS = ((0, 1, 2), (0, 2), (1, 2))
-
-
-def _sums(dtype: torch.dtype, numel: int) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """For each group of this rank: the sum at once, the backend's, and whether it was ours."""
-    comm, found = Communicator(), []
-    comm.prepare(GROUPS)
-    for number, ranks in enumerate(GROUPS):
-        if comm.rank not in ranks:
-            continue
-        generator = torch.Generator().manual_seed(10 * number + comm.rank)
-        x = torch.randn(2, numel, dtype=dtype, generator=generator)
-        y = x.clone()
-        ours = comm._wired(ranks, x)
-        comm.all_reduce(ranks, x, at_once=True).wait()
-        comm.all_reduce(ranks, y, algorithm="backend").wait()
-        found.append((x, y, ours))
-    return found
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("numel", (0, 1, 1000, 4096, 4097))
-def test_a_sum_at_once_is_the_sum_with_the_same_bits_everywhere(
-    dtype: torch.dtype, numel: int
-) -> None:
-    ranks = shared_pool(3).run(_sums, dtype, numel)
-    small = 2 * numel * dtype.itemsize <= 64 << 10
-    for own in ranks:
-        for x, y, ours in own:
-            torch.testing.assert_close(x, y)
-            assert ours == small
-    for here, there in ((ranks[0][0], ranks[2][0]), (ranks[0][1], ranks[2][1])):
-        assert torch.equal(here[0], there[0])
+def _drawn(sender: int, receiver: int, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * sender + 100 * receiver + number)
+    return torch.randn(numel, generator=generator).mul_(100).to(dtype)
 
 
-def _sums_without_a_listener() -> tuple[list[tuple[torch.Tensor, torch.Tensor, bool]], bool]:
+def _exchanged(sizes: list[int], dtype: torch.dtype) -> tuple[bool, int]:
+    """Many messages to everybody at once, awaited last first; are they right, over how many wires?
+
+    All start before anybody waits: nobody may have to read for another to be able to send.
+    """
+    comm = Communicator()
+    comm.prepare([tuple(range(comm.size))])
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    pending = []
+    for number, numel in enumerate(sizes):
+        sends = [(r, _drawn(comm.rank, r, number, numel, dtype)) for r in others]
+        receives = [(r, torch.empty(numel, dtype=dtype)) for r in others]
+        pending.append((number, receives, comm.exchange(sends, receives)))
+    right = True
+    for number, receives, works in reversed(pending):
+        works.wait()
+        for rank, x in receives:
+            right &= torch.equal(x, _drawn(rank, comm.rank, number, x.numel(), dtype))
+    return right, len(wires().known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_messages_of_all_sizes_arrive_whole_and_in_order(dtype: torch.dtype) -> None:
+    sizes = [1, 0, 1000, 3 << 20, 1, 2 << 20, 7, 1 << 16]
+    assert shared_pool(3).run(_exchanged, sizes, dtype) == [(True, 2)] * 3
+
+
+def _sums(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    comm = Communicator()
+    everybody = tuple(range(comm.size))
+    comm.prepare([everybody])
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    y = x.clone()
+    comm.all_reduce(everybody, x).wait()
+    comm.all_reduce(everybody, y, algorithm="backend").wait()
+    return x, y
+
+
+@pytest.mark.parametrize("numel", (1, 1000))
+def test_a_sum_has_the_same_bits_everywhere(numel: int) -> None:
+    ranks = shared_pool(3).run(_sums, numel)
+    for x, y in ranks:
+        torch.testing.assert_close(x, y)
+        assert torch.equal(x, ranks[0][0])
+
+
+def _exchanged_without_a_listener() -> tuple[bool, int]:
     if Communicator().rank == 1:
         module._offer = lambda listener: None
-    return _sums(torch.float64, 5), wires().works
+    return _exchanged([1, 5000], torch.float32)
 
 
-def test_ranks_that_cannot_be_reached_sum_through_the_backend() -> None:
-    for own, works in run_local(_sums_without_a_listener, 3):
-        assert not works
-        for x, y, ours in own:
-            torch.testing.assert_close(x, y)
-            assert not ours
+def test_ranks_that_cannot_be_reached_use_the_backend() -> None:
+    assert run_local(_exchanged_without_a_listener, 3) == [(True, 0)] * 3
 
 
 def _lose(how: str) -> str:
@@ -76,7 +90,7 @@ def _lose(how: str) -> str:
         time.sleep(2.5)
         return ""
     with pytest.raises(LostPeer) as caught:
-        comm.all_reduce((0, 1), torch.ones(3), About("norm statistics"), at_once=True)
+        comm.all_reduce((0, 1), torch.ones(3), About("norm statistics")).wait()
     return str(caught.value)
 
 
@@ -107,9 +121,3 @@ def test_strangers_are_not_let_in() -> None:
     ):
         with _called(greeting) as caller:
             assert module._greeting(caller, token) == rank
-
-
-def test_without_a_peer_a_sum_is_what_it_was() -> None:
-    x = np.arange(3.0)
-    Wires().sum({4: 4}, 4, x)
-    assert x.tolist() == [0.0, 1.0, 2.0]

@@ -13,19 +13,13 @@ from shardwise.transfer import Route, Slices, Transfer
 Wait = Callable[[], torch.Tensor]
 
 
-def start(
-    transfer: Transfer,
-    x: torch.Tensor,
-    comm: Communicator,
-    about: About = ANYTHING,
-    at_once: bool = False,
-) -> Wait:
-    """Begins the transfer of this rank's part; the result waits for it, `at_once` if said so."""
+def start(transfer: Transfer, x: torch.Tensor, comm: Communicator, about: About = ANYTHING) -> Wait:
+    """Begins the transfer of this rank's part; the result waits for it."""
     route, timeline = transfer.route(comm.rank), comm.timeline
     if route.kind == "identity":
         return lambda: x
     before = timeline.switch(f"{about.name} packed", "copy")
-    wait = _start(route, x, transfer, comm, about, at_once)
+    wait = _start(route, x, transfer.fill, transfer.adds, comm, about)
     timeline.switch(*before)
     return lambda: _unpacked(wait, comm, about)
 
@@ -41,23 +35,18 @@ def carry(
     transfer: Transfer, x: torch.Tensor, comm: Communicator, about: About = ANYTHING
 ) -> torch.Tensor:
     """This rank's part after the transfer."""
-    return start(transfer, x, comm, about, at_once=True)()
+    return start(transfer, x, comm, about)()
 
 
 def _start(
-    route: Route,
-    x: torch.Tensor,
-    transfer: Transfer,
-    comm: Communicator,
-    about: About,
-    at_once: bool,
+    route: Route, x: torch.Tensor, fill: float, additive: bool, comm: Communicator, about: About
 ) -> Wait:
     if route.kind == "local":
         y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
         return lambda: y
     if route.kind == "all_reduce":
         y = x.clone(memory_format=torch.contiguous_format)  # statistics: order does not matter
-        summed = comm.all_reduce(route.group, y, about, at_once=at_once)
+        summed = comm.all_reduce(route.group, y, about)
         return lambda: (summed.wait(), y)[1]
     if route.kind == "reduce_scatter":
         y = x.new_empty(route.target.shape)
@@ -66,7 +55,7 @@ def _start(
         reduced = comm.reduce_scatter(route.group, y, outgoing, about)
         memory_format = memory_format_of(x)
         return lambda: (reduced.wait(), y.contiguous(memory_format=memory_format))[1]
-    return _pieces(route, x, transfer.fill, transfer.adds, comm, about)
+    return _pieces(route, x, fill, additive, comm, about)
 
 
 def _by_rank(route: Route, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from shardwise.cluster import Cluster, Device, Link
-from shardwise.comm import Communicator, Pending
+from shardwise.comm import Communicator
 from shardwise.strategies import Local, Split, strategy_of
 from shardwise.timing import Work
 
 SMALL, LARGE = 1 << 10, 1 << 21  # numbers of a message whose latency, whose bandwidth counts
+MESSAGES = 12  # between computations, whose cost is measured together
 REPEATS, ENOUGH = 5, 0.3  # runs of a layer, and the seconds after which fewer are enough
 
 
@@ -56,36 +57,41 @@ def _processor() -> str:
 
 
 def measure_works(
-    wanted: list[Work], report: Callable[[int], None] | None = None, runs: int = REPEATS
+    wanted: list[Work],
+    report: Callable[[int], None] | None = None,
+    runs: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of each share, the median over runs, on this rank."""
     found = {}
     scratch = torch.empty(1 << 22)  # 16 MiB: what a layer finds in the cache is not its own
     for count, work in enumerate(wanted):
-        found[work.key] = _measure(work, scratch, runs)
+        found[work.key] = _measure(work, scratch, runs, clock)
         if report is not None:
             report(count + 1)
     return found
 
 
-def _measure(work: Work, scratch: torch.Tensor, runs: int) -> tuple[float, float]:
+def _measure(
+    work: Work, scratch: torch.Tensor, runs: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     local, tensors, fresh = _share(work)
     strategy = strategy_of(work.layer)
     forward, backward, begin = [], [], time.perf_counter()
     for run in range(runs + 1):
         operands = fresh(tensors)
         scratch.fill_(run)
-        start = time.perf_counter()
+        start = clock()
         with torch.enable_grad():
             y = strategy.run(local, operands)
-        forward.append(time.perf_counter() - start)
+        forward.append(clock() - start)
         wanted = [t for t in tensors if t.requires_grad]
         if wanted and y.requires_grad:
             gradient = torch.full_like(y, 0.5)
             scratch.fill_(run)
-            start = time.perf_counter()
+            start = clock()
             torch.autograd.grad(y, wanted, gradient, allow_unused=True)
-            backward.append(time.perf_counter() - start)
+            backward.append(clock() - start)
         if run >= 2 and time.perf_counter() - begin > ENOUGH:
             break
     return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
@@ -165,27 +171,26 @@ def _median(function: Callable[[], object], runs: int = 9) -> float:
     return statistics.median(times[2:])
 
 
-def _amid_work(
-    comm: Communicator, message: Callable[[], object], after: Callable[[], object] = lambda: None
-) -> float:
+def _amid_work(comm: Communicator, message: Callable[[], object]) -> float:
     """What a message takes between computations, as in training.
 
-    On an idle machine it takes less: the threads that move it then need not wait for a core. Few
-    messages take ten times as long as most, and a step has many: the mean counts, not the median.
+    On an idle machine it takes less: the threads that move it then need not wait for a core. Where
+    ranks share cores, one that waits for another leaves it its core, so that what counts is by how
+    much all end later than without messages.
     """
     x, w = torch.rand(4, 32, 32, 32), torch.rand(32, 32, 3, 3)
-    both, alone = [], []
-    for run in range(25):
+
+    def seconds(act: Callable[[], object]) -> float:
         comm.gather_objects(None)
         start = time.perf_counter()
-        torch.conv2d(x, w, padding=1)
-        middle = time.perf_counter()
-        message()
-        if run > 2:
-            both.append(time.perf_counter() - start)
-            alone.append(middle - start)
-        after()
-    return max(statistics.fmean(both) - statistics.fmean(alone), 1e-6)
+        for _ in range(MESSAGES):
+            torch.conv2d(x, w, padding=1)
+            act()
+        return max(comm.gather_objects(time.perf_counter() - start))
+
+    rounds = [(seconds(message), seconds(lambda: None)) for _ in range(4)]
+    more = [both - alone for both, alone in rounds[1:]]
+    return max(statistics.median(more) / MESSAGES, 1e-6)
 
 
 def _exchange_seconds(comm: Communicator, numel: int) -> float:
@@ -203,19 +208,20 @@ def _post_seconds(comm: Communicator) -> float:
         return 0.0
     sent, received = torch.zeros(SMALL), torch.zeros(SMALL)
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    started: list[Pending] = []
-
-    def post() -> None:
-        started.append(comm.exchange([(ahead, sent)], [(behind, received)]))
-
-    return _amid_work(comm, post, lambda: started.pop().wait()) / 2
+    times = []
+    for _ in range(MESSAGES):
+        start = time.perf_counter()
+        pending = comm.exchange([(ahead, sent)], [(behind, received)])
+        times.append(time.perf_counter() - start)
+        pending.wait()
+    return statistics.median(times) / 2
 
 
 def _sum_seconds(comm: Communicator, numel: int) -> float:
     x, ranks = torch.zeros(numel), tuple(range(comm.size))
     if comm.size == 1:
         return 0.0
-    return _amid_work(comm, lambda: comm.all_reduce(ranks, x, at_once=True).wait())
+    return _amid_work(comm, lambda: comm.all_reduce(ranks, x).wait())
 
 
 def _overlap(comm: Communicator) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from shardwise.comm.groups import group_of, known_group
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
-from shardwise.comm.wires import connect, wires
+from shardwise.comm.wires import Cut, Wires, connect, wires
 from shardwise.errors import ShardwiseError
 from shardwise.winners import Algorithm, Winner, fastest
 
@@ -95,7 +94,7 @@ class Flight:
         try:
             yield
         except RuntimeError as error:
-            peers = self.peers if peers is None else peers
+            peers = self.comm.lost_by(error) or (self.peers if peers is None else peers)
             raise LostPeer(complaint(self.comm, self.action, peers, self.about, error)) from None
 
     def watch(self, works: list[Any]) -> None:
@@ -121,6 +120,7 @@ class Flight:
                 apart = len(works) == len(self.peers)  # a message each, or one work for all?
                 peers = self.peers[number : number + 1] if apart else self.peers
                 peers = getattr(error, "peers", peers)  # whom our own thread waited for
+                peers = self.comm.lost_by(error) or peers
                 raise LostPeer(
                     complaint(self.comm, self.action, peers, self.about, error)
                 ) from None
@@ -146,6 +146,16 @@ def complaint(
         f"rank {comm.name_of(comm.rank)} waited in vain for {whom} in the {action} of "
         f"{about.name}: {reason}"
     )
+
+
+class _Way(NamedTuple):
+    """How messages go one way: over our own connections, and over torch's."""
+
+    wired: Callable[[Wires, int, torch.Tensor], Any]
+    other: Callable[..., Any]
+
+
+_SEND, _RECEIVE = _Way(Wires.send, dist.isend), _Way(Wires.receive, dist.irecv)
 
 
 class Communicator:
@@ -182,16 +192,15 @@ class Communicator:
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
         peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
         flight = Flight(self, action, peers, about)
-        steps = [(dist.irecv, *message) for message in staged]
-        steps += [(dist.isend, *message) for message in sends]
         if self._backend == "nccl":
+            steps = [(dist.irecv, *message) for message in staged]
+            steps += [(dist.isend, *message) for message in sends]
             operations = [dist.P2POp(do, t, self._global[p], self.group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            works = []
-            for do, peer, tensor in steps:
-                with flight.starting((peer,)):
-                    works.append(do(tensor, self._global[peer], self.group))
+            wired = wires().known if not self.lane and about.kind != "gradients" else {}
+            works = [self._start(_RECEIVE, *m, flight, wired) for m in staged]
+            works += [self._start(_SEND, *m, flight, wired) for m in sends]
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -200,6 +209,20 @@ class Communicator:
                     buffer.copy_(arrived)
 
         return Pending(works, finish, flight)
+
+    def _start(
+        self, way: _Way, peer: int, tensor: torch.Tensor, flight: Flight, wired: Collection[int]
+    ) -> Any:
+        """Starts one message, over our own connection where there is one to the peer."""
+        member = self._global[peer]
+        with flight.starting((peer,)):
+            if member in wired:
+                return way.wired(wires(), member, tensor)
+            return way.other(tensor, member, self.group)
+
+    def lost_by(self, error: Exception) -> tuple[int, ...]:
+        """The rank at the other end of a connection of our own that was lost, if it was that."""
+        return (self._global.index(error.member),) if isinstance(error, Cut) else ()
 
     def all_gather(
         self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
@@ -266,17 +289,13 @@ class Communicator:
         x: torch.Tensor,
         about: About = ANYTHING,
         algorithm: Algorithm | None = None,
-        at_once: bool = False,
     ) -> Pending:
         """Replaces x by its sum over the group; the algorithm is the measured winner if not given.
 
-        Schedules need a lane, where no other messages are, and messages that need no pairing. Of
-        all sums that are done `at_once` nothing is under way afterwards, which small ones may use.
+        Schedules need a lane, where no other messages are, and messages that need no pairing.
         """
         if len(ranks) == 1:
             return Pending([])
-        if at_once and algorithm is None and self._wired(ranks, x):
-            return self._sum_at_once(ranks, x, about)
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
         if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
@@ -334,19 +353,6 @@ class Communicator:
 
         return Pending([], finish)
 
-    def _wired(self, ranks: tuple[int, ...], x: torch.Tensor) -> bool:
-        """Whether our own connections carry this sum; the same on all its ranks."""
-        small = x.numel() * x.element_size() <= SMALL and x.dtype in (torch.float32, torch.float64)
-        usual = self._backend == "gloo" and not self.lane
-        return small and usual and self._members(ranks) in wires().groups
-
-    def _sum_at_once(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
-        staged = self._stage(x.contiguous())
-        at = {rank: self._global[rank] for rank in ranks}
-        work = SimpleNamespace(wait=lambda: wires().sum(at, self.rank, staged.numpy()))
-        Flight(self, "sum", ranks, about).wait([work])
-        return Pending([], lambda: _copy_back([x], [staged], None))
-
     def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
         """Replaces x by the root's."""
         if self.size == 1:
@@ -379,14 +385,11 @@ class Communicator:
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Makes the process groups of these ranks; all ranks call it with the same groups."""
-        groups = [ranks for ranks in groups if len(ranks) > 1]
         for ranks in groups:
-            if len(ranks) < self.size or self.lane:
+            if len(ranks) > 1 and (len(ranks) < self.size or self.lane):
                 group_of(self.lane, self._members(ranks), self.timeout)
         if self._backend == "gloo" and not self.lane:
-            few = [self._members(ranks) for ranks in groups if len(ranks) <= FEW]
-            me = self._global[self.rank]
-            connect(few, me, self._global, self.gather_objects, self.timeout)
+            connect(self._global, self._global[self.rank], self.gather_objects, self.timeout)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:

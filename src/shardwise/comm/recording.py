@@ -67,8 +67,7 @@ class Recording(Communicator):
         x: torch.Tensor,
         about: About = ANYTHING,
         algorithm: Algorithm | None = None,
-        at_once: bool = False,
     ) -> Pending:
         if len(ranks) > 1:
             self.sent.append(Sent("sum", ranks, x.numel() * x.element_size()))
-        return super().all_reduce(ranks, x, about, algorithm, at_once)
+        return super().all_reduce(ranks, x, about, algorithm)

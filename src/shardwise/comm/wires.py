@@ -1,8 +1,9 @@
-"""Connections of our own between ranks, for small sums that everybody waits for.
+"""Connections of our own between ranks, for messages that somebody is about to wait for.
 
 Gloo hands every message to a thread, which hands it on to the one that waits: on busy cores that
-takes ten times as long as a small message itself. Here whoever needs a sum reads it from the
-socket. Ranks that cannot reach each other do without.
+takes ten times as long as a small message itself. Here whoever waits reads from the socket. Nobody
+does while all compute, so the sums of gradients, which go on meanwhile, are none of these. Ranks
+that cannot reach each other do without.
 """
 
 from __future__ import annotations
@@ -10,64 +11,140 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import select
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import reduce
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.groups import Members
-from shardwise.comm.summing import Interrupted
 
+MOST = 64  # ranks that are all connected with each other
 LOOPBACK = "127.0.0.1"
 PATIENCE = 5.0  # seconds to connect in
-BUFFER = 1 << 18  # bytes of a socket: several messages of a sum fit, so that nobody waits to send
+BUFFER = 4 << 20  # bytes that a socket takes while its peer computes, if the system allows it
+FORCED = {socket.SO_SNDBUF: 32, socket.SO_RCVBUF: 33}  # the same beyond the system's limit
 ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 Gather = Callable[[Any], list[Any]]  # every rank's value, in rank order
 
 
+class Cut(RuntimeError):
+    """A connection that was lost, and the global rank at its other end."""
+
+    def __init__(self, member: int, reason: str) -> None:
+        super().__init__(reason)
+        self.member = member
+
+
+@dataclass(eq=False)
+class Parcel:
+    """One message on its way, in or out."""
+
+    wires: Wires
+    wire: Wire
+    left: memoryview  # what has not gone yet
+
+    def wait(self) -> None:
+        """Returns when all of it has left, or is here."""
+        self.wires.work_until(self)
+
+
+@dataclass(eq=False)
+class Wire:
+    """One connection: what is to leave and what is awaited, each in the order it was started."""
+
+    member: int
+    socket: socket.socket
+    outgoing: deque[Parcel] = field(default_factory=deque)
+    awaited: deque[Parcel] = field(default_factory=deque)
+
+    @property
+    def events(self) -> int:
+        """What to look out for."""
+        return (select.POLLOUT if self.outgoing else 0) | (select.POLLIN if self.awaited else 0)
+
+    def push(self) -> None:
+        """Sends as much as the socket takes."""
+        self._move(self.outgoing, self.socket.send)
+
+    def pull(self) -> None:
+        """Reads as much as has come of what is awaited."""
+        self._move(self.awaited, self.socket.recv_into)
+
+    def _move(self, parcels: deque[Parcel], move: Callable[[memoryview], int]) -> None:
+        try:
+            while parcels:
+                parcel = parcels[0]
+                while parcel.left:
+                    count = move(parcel.left)
+                    if not count:
+                        raise ConnectionError("the connection was closed by its peer")
+                    parcel.left = parcel.left[count:]
+                parcels.popleft()
+        except BlockingIOError:  # no more for now
+            pass
+        except OSError as error:
+            raise Cut(self.member, error.strerror or str(error)) from None
+
+
 class Wires:
-    """The connections of this process, by global rank, and the groups that are complete."""
+    """The connections of this process, by global rank."""
 
     def __init__(self) -> None:
         self.world = dist.group.WORLD
-        self.sockets: dict[int, socket.socket] = {}
-        self.groups: set[Members] = set()
-        self.works = True  # until somebody could not be reached
+        self.known: dict[int, Wire] = {}
+        self.asked: set[Members] = set()  # who tried to connect, whether or not they could
+        self.timeout: float | None = None
 
-    def sum(self, at: Mapping[int, int], own: int, x: np.ndarray) -> None:
-        """Replaces x by its sum over ranks, in their order, so that all get the same bits.
+    def send(self, member: int, tensor: torch.Tensor) -> Parcel:
+        wire = self.known[member]
+        parcel = Parcel(self, wire, _bytes(tensor))
+        wire.outgoing.append(parcel)
+        wire.push()
+        return parcel
 
-        `at` has the global rank of each; `own` is this one.
-        """
-        others = [rank for rank in at if rank != own]
-        parts = {rank: x if rank == own else np.empty_like(x) for rank in at}
-        for rank in others:
-            with _talking_to(rank):
-                self.sockets[at[rank]].sendall(x)
-        for rank in others:
-            with _talking_to(rank):
-                _receive(self.sockets[at[rank]], parts[rank])
-        x[...] = reduce(np.add, parts.values())
+    def receive(self, member: int, tensor: torch.Tensor) -> Parcel:
+        wire = self.known[member]
+        parcel = Parcel(self, wire, _bytes(tensor))
+        wire.awaited.append(parcel)
+        return parcel
+
+    def work_until(self, parcel: Parcel) -> None:
+        """Moves whatever can be moved until this one has been."""
+        if parcel.left:
+            parcel.wire.pull()
+        end = None if self.timeout is None else time.monotonic() + self.timeout
+        while parcel.left:
+            self._work(parcel, None if end is None else end - time.monotonic())
+
+    def _work(self, parcel: Parcel, seconds: float | None) -> None:
+        """Sleeps until something moves, and moves it."""
+        poll = select.poll()
+        busy = {wire.socket.fileno(): wire for wire in self.known.values() if wire.events}
+        for number, wire in busy.items():
+            poll.register(number, wire.events)
+        ready = poll.poll(None if seconds is None else max(0.0, 1e3 * seconds))
+        if not ready:
+            raise Cut(parcel.wire.member, "timed out")
+        for number, _ in ready:
+            busy[number].pull()
+            busy[number].push()
 
     def close(self) -> None:
-        _close(self.sockets)
-        self.sockets, self.groups = {}, set()
+        _close({member: wire.socket for member, wire in self.known.items()})
+        self.known = {}
 
 
-@contextmanager
-def _talking_to(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except BlockingIOError:  # the limit that the socket was given
-        raise Interrupted(rank, "timed out") from None
-    except OSError as error:
-        raise Interrupted(rank, error.strerror or str(error)) from None
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, which stays alive as long as this."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 _wires: Wires | None = None
@@ -83,26 +160,23 @@ def wires() -> Wires:
     return _wires
 
 
-def connect(
-    groups: Iterable[Members], rank: int, ranks: Members, gather: Gather, timeout: float | None
-) -> None:
-    """Connects the members of every group with each other; all these ranks call it alike.
+# -- connecting ------------------------------------------------------------------------------------
 
-    Where one of them cannot reach another, none has a connection from now on.
-    """
+
+def connect(members: Members, me: int, gather: Gather, timeout: float | None) -> None:
+    """Connects these ranks with each other, where all can reach all; each of them calls it."""
     own = wires()
-    missing = [members for members in groups if members not in own.groups]
-    if not missing:
+    if members in own.asked or len(members) > MOST:
         return
-    peers = {peer for members in missing if rank in members for peer in members}
-    peers -= {rank, *own.sockets}
+    own.asked.add(members)
+    own.timeout = timeout
+    peers = set(members) - {me, *own.known}
     with socket.socket() as listener:
-        offers = gather(_offer(listener) if own.works else None)
-        found = _connected(listener, rank, peers, dict(zip(ranks, offers, strict=True)))
-        own.works = all(gather(found is not None))
-    if own.works:
-        own.sockets |= {peer: _set_up(made, timeout) for peer, made in found.items()}
-        own.groups |= set(missing)
+        offers = dict(zip(members, gather(_offer(listener)), strict=True))
+        found = _connected(listener, me, peers, offers)
+        everywhere = all(gather(found is not None))
+    if everywhere and found is not None:
+        own.known |= {peer: Wire(peer, _set_up(made)) for peer, made in found.items()}
     else:
         _close(found)
 
@@ -112,16 +186,13 @@ def _offer(listener: socket.socket) -> dict[str, Any] | None:
     try:
         address = _address()
         listener.bind((address, 0))
-        listener.listen(128)
-        machine = f"{_text('/proc/sys/kernel/random/boot_id')} {os.readlink('/proc/self/ns/net')}"
+        listener.listen(MOST)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return None
     port = listener.getsockname()[1]
     return {"at": (address, port), "machine": machine, "token": secrets.token_bytes(16)}
-
-
-def _text(path: str) -> str:
-    return Path(path).read_text().strip()
 
 
 def _address() -> str:
@@ -140,20 +211,20 @@ def _address() -> str:
 
 
 def _connected(
-    listener: socket.socket, rank: int, peers: set[int], offers: dict[int, Any]
+    listener: socket.socket, me: int, peers: set[int], offers: dict[int, Any]
 ) -> dict[int, socket.socket] | None:
     """A connection to every peer: this rank calls those below it, and is called by the others."""
     if None in offers.values():
         return None
-    hosts = {offer["machine"] for offer in offers.values()}
-    if len(hosts) > 1 and any(offer["at"][0].startswith("127.") for offer in offers.values()):
-        return None  # an address that leads nowhere from another host
+    machines = {offer["machine"] for offer in offers.values()}
+    if len(machines) > 1 and any(offer["at"][0].startswith("127.") for offer in offers.values()):
+        return None  # an address that leads nowhere from another machine
     token = next(iter(offers.values()))["token"]
     found: dict[int, socket.socket] = {}
     try:
-        for peer in sorted(peer for peer in peers if peer < rank):
+        for peer in sorted(peer for peer in peers if peer < me):
             found[peer] = socket.create_connection(offers[peer]["at"], PATIENCE)
-            found[peer].sendall(token + struct.pack("!I", rank))
+            found[peer].sendall(token + struct.pack("!I", me))
         listener.settimeout(PATIENCE)
         while found.keys() != peers:
             caller, _ = listener.accept()
@@ -171,40 +242,29 @@ def _connected(
 def _greeting(caller: socket.socket, token: bytes) -> int | None:
     """The rank that calls; None if it does not know the token."""
     caller.settimeout(PATIENCE)
-    said = np.zeros(len(token) + 4, dtype=np.uint8)
+    said = b""
     try:
-        _receive(caller, said)
+        while len(said) < len(token) + 4 and (more := caller.recv(len(token) + 4 - len(said))):
+            said += more
     except OSError:
         return None
-    text = said.tobytes()
-    known = secrets.compare_digest(text[:-4], token)
-    return struct.unpack("!I", text[-4:])[0] if known else None
+    if len(said) < len(token) + 4 or not secrets.compare_digest(said[:-4], token):
+        return None
+    return struct.unpack("!I", said[-4:])[0]
+
+
+def _set_up(connection: socket.socket) -> socket.socket:
+    """Messages leave at once, and the system keeps those that nobody reads yet."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, forced in FORCED.items():
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, forced, BUFFER)
+        except OSError:  # only for administrators
+            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+    return connection
 
 
 def _close(found: dict[int, socket.socket] | None) -> None:
     for connection in (found or {}).values():
         connection.close()
-
-
-def _set_up(connection: socket.socket, timeout: float | None) -> socket.socket:
-    """Messages leave at once; reading blocks for as long as a group of torch's would."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    limit = struct.pack("ll", int(timeout or 0), int((timeout or 0) % 1 * 1e6))  # 0: for ever
-    for option, value in (
-        (socket.SO_RCVTIMEO, limit),
-        (socket.SO_SNDTIMEO, limit),
-        (socket.SO_RCVBUF, BUFFER),
-        (socket.SO_SNDBUF, BUFFER),
-    ):
-        connection.setsockopt(socket.SOL_SOCKET, option, value)
-    return connection
-
-
-def _receive(connection: socket.socket, into: np.ndarray) -> None:
-    left = memoryview(into.reshape(-1).view(np.uint8))
-    while len(left):
-        count = connection.recv_into(left, 0, socket.MSG_WAITALL)
-        if not count:
-            raise ConnectionError("the connection was closed by its peer")
-        left = left[count:]
