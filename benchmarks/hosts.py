@@ -112,18 +112,19 @@ def bytes_sent() -> int:
 def take_turns(
     comm: Communicator, steps: Mapping[str, Step], rounds: int, warm: int = 1
 ) -> dict[str, dict[str, list[float]]]:
-    """Rounds of one step of each; seconds of the slowest rank, and the bytes of all hosts."""
+    """Rounds of one step of each; seconds of the slowest rank, bytes and busy seconds of all."""
     found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "bytes": []} for name in steps
+        name: {"seconds": [], "bytes": [], "computing": []} for name in steps
     }
     for number in range(rounds + warm):
         for name, step in steps.items():
             dist.barrier()
-            sent, start = bytes_sent(), time.perf_counter()
+            sent, busy, start = bytes_sent(), time.process_time(), time.perf_counter()
             step()
-            mine = (time.perf_counter() - start, bytes_sent() - sent)
-            ranks = comm.gather_objects(mine)
+            mine = time.perf_counter() - start, bytes_sent() - sent, time.process_time() - busy
+            seconds, moved, computing = zip(*comm.gather_objects(mine), strict=True)
             if number >= warm:
-                found[name]["seconds"].append(max(seconds for seconds, _ in ranks))
-                found[name]["bytes"].append(float(sum(sent for _, sent in ranks)))
+                found[name]["seconds"].append(max(seconds))
+                found[name]["bytes"].append(float(sum(moved)))
+                found[name]["computing"].append(sum(computing))
     return found

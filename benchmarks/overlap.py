@@ -65,8 +65,6 @@ def variants(batch: int, link: str) -> dict[str, tuple[nn.Module, Step]]:
     )
     planned = shardwise.plan(build(), x, cluster=machines(comm, link))
     planned = Plan.from_json(comm.gather_objects(planned.to_json())[0])
-    if comm.rank == 0:
-        print(planned if len(str(planned)) < 4000 else "", flush=True)
     found: dict[str, tuple[nn.Module, Step]] = {}
 
     def add(name: str, plan: Plan, engine: Engine, delayed: bool = False) -> None:

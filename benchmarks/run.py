@@ -31,7 +31,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "head_to_head": Benchmark(15, ("--batches", "32", "--rounds", "2"), full=45),
+    "head_to_head": Benchmark(24, ("--rounds", "2"), full=30),
     "overlap": Benchmark(5, ("--batches", "16", "--rounds", "3"), full=7),
     "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
     "allreduce": Benchmark(2, ("--quick",), full=5),

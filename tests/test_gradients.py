@@ -112,9 +112,10 @@ def test_chunks_are_summed_as_the_engine_says() -> None:
         if engine.last != "auto" and engine.wait == "backward"
     }
     assert counts["end"] == 1
-    assert counts["layer"] == 5  # the linear layer that is used twice is summed once
+    # The linear layer that is used twice is summed once, the norm with the layer that it follows.
+    assert counts["layer"] == 4
     assert counts["chunks1"] == counts["chunks3"] == 2
-    assert 1 < counts["buckets"] < 5
+    assert 1 < counts["buckets"] <= 4
 
 
 def _two_optimizers() -> Any:

@@ -427,7 +427,8 @@ class Costs:
             return np.zeros(len(held), dtype=bool)
         boxes = held.boxes(np.arange(len(held)))
         sizes = boxes[..., 1] - boxes[..., 0]
-        return ((sizes > 0).all(axis=-1) & (sizes[..., 1] < layer.shape[1])).any(axis=1)
+        lacking = (sizes > 0).all(axis=-1) & (sizes[..., 1] < layer.shape[1])
+        return np.asarray(lacking.any(axis=1))
 
 
 def usual(layer: Layer, config: Config) -> Config:

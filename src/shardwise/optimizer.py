@@ -60,7 +60,7 @@ class _Delayed(Optimizer):
 
     def settle(self, wanted: frozenset[str] | None) -> None:
         """Computes the late gradients of these parameters, and makes the updates that are due."""
-        named = dict(self._model.named_parameters())
+        named = self._model._params()
         updated = []
         with torch.no_grad():
             for name, gradient in self._model._shardwise.late.take(wanted).items():

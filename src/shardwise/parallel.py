@@ -203,7 +203,7 @@ class ParallelModel(SplitModel):
         self._wait_for_sums()  # of a step before, whose buffers are used again
         if state.settle is not None and state.choice.engine.wait == "use":
             state.settle(None)
-        params: Tensors = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        params: Tensors = {n: p for n, p in self._params().items() if p.requires_grad}
         # Gradients of an earlier backward pass lie where those of this one will be put.
         before = {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
         begin = time.perf_counter()
@@ -228,7 +228,7 @@ class ParallelModel(SplitModel):
         return gradient
 
     def _trainable(self) -> frozenset[str]:
-        return frozenset(name for name, p in self.named_parameters() if p.requires_grad)
+        return frozenset(name for name, p in self._params().items() if p.requires_grad)
 
     def _lookup(self, constants: Mapping[str, torch.Tensor], source: Source) -> torch.Tensor:
         """The part of a stored tensor that a layer needs."""

@@ -273,15 +273,17 @@ class _Compiler:
         """Consecutive layers join as long as nothing moves between them.
 
         A layer with weights begins a new block, so that its gradient is ready early. It keeps its
-        input for the backward pass anyway, so the cut costs no memory.
+        input for the backward pass anyway, so the cut costs no memory. So does a layer with sums
+        inside, of which a block has one at most: all ranks come to them in the same order. A norm
+        of what the layer before it has made stays with that layer.
         """
         groups: list[list[Op]] = []
         for op in ops:
             made = {earlier.result for earlier in groups[-1]} if groups else set()
             values = [s.name for s in op.operands if s.kind == "value"]
             moved = any(self._origin(value) in made for value in values if value in self.moves)
-            alone = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
-            if not groups or moved or alone:
+            begins = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
+            if not groups or moved or (begins and not _completes(op, groups[-1])):
                 groups.append([])
             groups[-1].append(self._in_place(op, groups[-1], outputs))
         return [self._run(group, groups, outputs) for group in groups]
@@ -368,7 +370,15 @@ def _makes_new_tensor(op: Op) -> bool:
     """Whether the result is memory of its own, and not kept for the backward pass."""
     if op.local.attrs.get("called") in ("add", "sub"):
         return True
-    return op.local.layer.op in ("conv", "linear", "batch_norm", "group_norm") and op.sums is None
+    return op.local.layer.op in ("conv", "linear", "batch_norm", "group_norm")
+
+
+def _completes(op: Op, group: list[Op]) -> bool:
+    """Whether a norm follows the one layer of a block that it normalises."""
+    is_norm = op.local.layer.op.endswith("_norm")
+    return (
+        is_norm and len(group) == 1 and op.operands[0].name == group[0].result and not group[0].sums
+    )
 
 
 def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

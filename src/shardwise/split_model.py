@@ -48,6 +48,15 @@ class SplitModel(nn.Module):
         )
         self._non_persistent_buffers_set = root._non_persistent_buffers_set
         self._shardwise.modules = dict(root.named_modules(remove_duplicate=False))
+        self._places = [
+            (name, self._shardwise.modules[name.rpartition(".")[0]]._parameters)
+            for name, _ in root.named_parameters()
+        ]
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        """The same as named_parameters, without a walk over all modules, which every step needs."""
+        found = ((name, table[name.rpartition(".")[2]]) for name, table in self._places)
+        return {name: param for name, param in found if param is not None}
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules, the original root included."""
@@ -86,7 +95,7 @@ class SplitModel(nn.Module):
         """Waits for sums that go on after backward, of parameters with these ids or of all."""
         sums = self._shardwise.unfinished
         if sums is not None:
-            named = self.named_parameters()
+            named = self._params().items()
             sums.wait(None if params is None else {n for n, p in named if id(p) in params})
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -198,9 +199,8 @@ class Communicator:
             operations = [dist.P2POp(do, t, self._global[p], self.group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            wired = wires().known if not self.lane and about.kind != "gradients" else {}
-            works = [self._start(_RECEIVE, *m, flight, wired) for m in staged]
-            works += [self._start(_SEND, *m, flight, wired) for m in sends]
+            works = [self._start(_RECEIVE, *message, flight) for message in staged]
+            works += [self._start(_SEND, *message, flight) for message in sends]
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -210,15 +210,19 @@ class Communicator:
 
         return Pending(works, finish, flight)
 
-    def _start(
-        self, way: _Way, peer: int, tensor: torch.Tensor, flight: Flight, wired: Collection[int]
-    ) -> Any:
+    def _start(self, way: _Way, peer: int, tensor: torch.Tensor, flight: Flight) -> Any:
         """Starts one message, over our own connection where there is one to the peer."""
-        member = self._global[peer]
         with flight.starting((peer,)):
-            if member in wired:
-                return way.wired(wires(), member, tensor)
-            return way.other(tensor, member, self.group)
+            if self._wired((peer,), flight.about):
+                return way.wired(wires(), self._global[peer], tensor)
+            return way.other(tensor, self._global[peer], self.group)
+
+    def _wired(self, ranks: Iterable[int], about: About) -> bool:
+        """Whether messages among these go over our own connections; the same on all of them."""
+        if self.lane or about.kind == "gradients" or self._backend != "gloo":
+            return False
+        known = wires().known
+        return all(self._global[rank] in known for rank in ranks if rank != self.rank)
 
     def lost_by(self, error: Exception) -> tuple[int, ...]:
         """The rank at the other end of a connection of our own that was lost, if it was that."""
@@ -297,6 +301,8 @@ class Communicator:
         if len(ranks) == 1:
             return Pending([])
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
+        if algorithm == "direct" and self._wired(ranks, about):
+            return self._sum_over_wires(ranks, x, about)
         if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
         if algorithm in ALGORITHMS:
@@ -352,6 +358,20 @@ class Communicator:
                 y.add_(arrived[rank])
 
         return Pending([], finish)
+
+    def _sum_over_wires(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
+        """The same over our own connections, all of whose messages have the same size."""
+        others, mine = [rank for rank in ranks if rank != self.rank], self._stage(x.clone())
+        arrived = mine.new_empty((len(others), *x.shape))
+        flight = Flight(self, "sum", others, about)
+        with flight.starting():
+            parcels = wires().swap([self._global[rank] for rank in others], mine, arrived)
+
+        def finish() -> None:
+            rows = dict(zip(others, arrived, strict=True)) | {self.rank: mine}
+            x.copy_(reduce(torch.add, (rows[rank] for rank in ranks)))
+
+        return Pending(parcels, finish, flight)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
         """Replaces x by the root's."""

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,19 @@ class Wires:
         wire.awaited.append(parcel)
         return parcel
 
+    def swap(self, members: Sequence[int], x: torch.Tensor, arrived: torch.Tensor) -> list[Parcel]:
+        """Sends one tensor to several, and awaits one of the same size from each, a row each."""
+        mine, rows = _bytes(x), _bytes(arrived)
+        parcels = []
+        for place, member in enumerate(members):
+            wire = self.known[member]
+            row = rows[place * len(mine) : (place + 1) * len(mine)]
+            wire.awaited.append(Parcel(self, wire, row))
+            wire.outgoing.append(Parcel(self, wire, mine))
+            parcels += [wire.awaited[-1], wire.outgoing[-1]]
+            wire.push()
+        return parcels
+
     def work_until(self, parcel: Parcel) -> None:
         """Moves whatever can be moved until this one has been."""
         if parcel.left:
@@ -144,7 +157,7 @@ class Wires:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, which stays alive as long as this."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 _wires: Wires | None = None

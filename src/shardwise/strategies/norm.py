@@ -198,7 +198,8 @@ class BatchNorm(Norm):
             with torch.no_grad():
                 mean.lerp_(batch_mean.view(-1).to(mean), momentum)
                 var.lerp_((batch_var.view(-1) * (count / (count - 1))).to(var), momentum)
-        return y.reshape(local.output.shape)
+        shape = local.output.shape
+        return y if y.shape == shape else y.reshape(shape)  # a view would be dear to overwrite
 
     @staticmethod
     def _momentum(local: Local) -> float:
