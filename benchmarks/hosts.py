@@ -90,7 +90,7 @@ def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Meas
     """What every share of every layer takes on hosts that share the cores of this machine.
 
     Each host times some of them while the others are busy with theirs. What counts is its own time
-    on a core, as often as it has to wait for one: a layer is done before another host has its turn.
+    on a core, times the hosts per core: most layers are done before another host has its turn.
     """
     wanted = wanted_works([graph], comm.size)[comm.rank :: comm.size]
     crowd = max(1.0, comm.size / (os.cpu_count() or 1))

@@ -41,7 +41,7 @@ from shardwise.planner import predict, size
 BATCH = 2
 CLASSES = 3
 PERIOD = 5000  # microseconds; short, so that ranks that wait for each other are held up alike
-TRAINING = Training(states=1, output="local", whole_classes=True)
+TRAINING = Training(states=1, output="local")
 Step = Callable[[], float]
 
 # -- control groups --------------------------------------------------------------------------------

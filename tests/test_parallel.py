@@ -91,6 +91,29 @@ def test_ranks_without_samples_keep_their_statistics_and_weights_in_step() -> No
     assert all(on_four(_small_batch_training))
 
 
+def _norms_without_weights(frozen: bool) -> bool:
+    """Three samples on four ranks, through norms that have no weights, or none to train."""
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=frozen), nn.ReLU(inplace=True),
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=frozen), nn.Flatten(), nn.Linear(16, 2),
+    )  # fmt: skip
+    plain = seeded(net)
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    x = seeded_input((3, 2, 6, 6))
+    model = parallelize(plain, Plan.uniform(capture(plain, seeded_input((4, 2, 6, 6))), 4, n=4))
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    found = model.full_gradients()
+    return all(close(found[n], p.grad) for n, p in plain.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+def test_norms_without_weights_to_train_do_not_leave_a_rank_without_samples(frozen: bool) -> None:
+    assert all(shared_pool(4).run(_norms_without_weights, frozen))
+
+
 def _state() -> tuple[list[str], bool, bool]:
     plain, model, x = make(c=2, f=2)
     state = model.state_dict()

@@ -15,7 +15,7 @@ from shardwise.plan import fit
 from .figures import Paper, Result
 from .machines import cluster, network, paced
 
-TRAINING = Training(states=1, output="local", statistics="local")
+TRAINING = Training(states=1, output="local", whole_classes=False, statistics="local")
 CLUSTER = "lassen"
 SPATIAL = 56  # rows of the blocks conv_1 and conv_2, which are split by height
 QUICK = 4  # groups of samples, where few are enough to see that it works

@@ -10,7 +10,7 @@ from shardwise.cost import Training
 from .figures import Paper, Result
 from .machines import alone, cluster, network
 
-TRAINING = Training(states=0, output="local")
+TRAINING = Training(states=0, output="local", whole_classes=False)
 CLUSTER = "cori-haswell"
 BEST = (9, 2)  # k and f of the paper
 KS, FS = (3, 6, 9, 12), (0, 1, 2, 3)

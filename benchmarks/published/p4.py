@@ -19,7 +19,7 @@ from .machines import Paced, cluster, network, paced
 GPUS = 16
 BATCH = 512
 NETWORKS = ("alexnet", "vgg16", "inception_v3")
-TRAINING = Training(states=0, output="local", statistics="local")
+TRAINING = Training(states=0, output="local", whole_classes=False, statistics="local")
 TABLE_3 = {
     "n16": {"n": 16},
     "n8": {"n": 8},

@@ -11,7 +11,7 @@ from shardwise.network import Network
 from .figures import Paper, Result
 from .machines import cluster, network, paced
 
-TRAINING = Training(states=1, output="local", statistics="local")
+TRAINING = Training(states=1, output="local", whole_classes=False, statistics="local")
 CLUSTER = "taihulight"
 CASES = {"alexnet_bn": (256, 128, 64), "resnet50": (64, 32)}
 SUMMED = 100e6  # bytes

@@ -69,7 +69,7 @@ class Training:
     itemsize: int = 4
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
     output: str = "full"  # every rank gets the whole output, or "local": its part
-    whole_classes: bool = False  # a part must have all classes, as a loss needs them
+    whole_classes: bool = True  # of a part, which a loss needs
     gradients: bool = True  # False: inference only
     # Of norms; "local": each rank its own, as in other systems that are simulated.
     statistics: Literal["global", "local"] = "global"
@@ -423,7 +423,8 @@ class Costs:
 
     def unwanted(self, layer: Layer, held: Layouts) -> np.ndarray:
         """Which layouts of an output leave a rank with a part that lacks classes."""
-        if not self.training.whole_classes or len(layer.shape) < 2:
+        training = self.training
+        if training.output != "local" or not training.whole_classes or len(layer.shape) < 2:
             return np.zeros(len(held), dtype=bool)
         boxes = held.boxes(np.arange(len(held)))
         sizes = boxes[..., 1] - boxes[..., 0]

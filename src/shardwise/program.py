@@ -283,10 +283,18 @@ class _Compiler:
             values = [s.name for s in op.operands if s.kind == "value"]
             moved = any(self._origin(value) in made for value in values if value in self.moves)
             begins = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
-            if not groups or moved or (begins and not _completes(op, groups[-1])):
+            if not groups or moved or (begins and not self._completes(op, groups[-1])):
                 groups.append([])
             groups[-1].append(self._in_place(op, groups[-1], outputs))
         return [self._run(group, groups, outputs) for group in groups]
+
+    def _completes(self, op: Op, group: list[Op]) -> bool:
+        """Whether a norm follows the one layer of a block that it normalises.
+
+        Its own weights make ranks without samples take part in its sums in backward.
+        """
+        follows = len(group) == 1 and op.operands[0].name == group[0].result and not group[0].sums
+        return follows and op.local.layer.op.endswith("_norm") and self._trains(op.operands)
 
     def _in_place(self, op: Op, group: list[Op], outputs: tuple[str, ...]) -> Op:
         """Overwrites as the model does, where a layer of this block just made the operand.
@@ -371,14 +379,6 @@ def _makes_new_tensor(op: Op) -> bool:
     if op.local.attrs.get("called") in ("add", "sub"):
         return True
     return op.local.layer.op in ("conv", "linear", "batch_norm", "group_norm")
-
-
-def _completes(op: Op, group: list[Op]) -> bool:
-    """Whether a norm follows the one layer of a block that it normalises."""
-    is_norm = op.local.layer.op.endswith("_norm")
-    return (
-        is_norm and len(group) == 1 and op.operands[0].name == group[0].result and not group[0].sums
-    )
 
 
 def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

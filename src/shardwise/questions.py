@@ -67,7 +67,7 @@ class Question:
         if self.output not in OUTPUTS:
             raise ShardwiseError(f"output {self.output!r} must be {' or '.join(OUTPUTS)}")
         machines = self.machines()
-        training = Training(output=self.output, whole_classes=self.output == "local")
+        training = Training(output=self.output)
         graph = self.graph(machines.world)
         return Costs(graph, machines, timer_for(machines, graph), training)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from shardwise.comm.groups import group_of, known_group
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
-from shardwise.comm.wires import Cut, Wires, connect, wires
+from shardwise.comm.wires import LARGEST, Lost, connect, wires
 from shardwise.errors import ShardwiseError
 from shardwise.winners import Algorithm, Winner, fastest
 
@@ -149,16 +149,6 @@ def complaint(
     )
 
 
-class _Way(NamedTuple):
-    """How messages go one way: over our own connections, and over torch's."""
-
-    wired: Callable[[Wires, int, torch.Tensor], Any]
-    other: Callable[..., Any]
-
-
-_SEND, _RECEIVE = _Way(Wires.send, dist.isend), _Way(Wires.receive, dist.irecv)
-
-
 class Communicator:
     """Asynchronous messages and collectives among the ranks of a process group.
 
@@ -199,8 +189,8 @@ class Communicator:
             operations = [dist.P2POp(do, t, self._global[p], self.group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            works = [self._start(_RECEIVE, *message, flight) for message in staged]
-            works += [self._start(_SEND, *message, flight) for message in sends]
+            works = [self._receive(*message, flight) for message in staged]
+            works += [self._send(*message, flight) for message in sends]
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -210,23 +200,30 @@ class Communicator:
 
         return Pending(works, finish, flight)
 
-    def _start(self, way: _Way, peer: int, tensor: torch.Tensor, flight: Flight) -> Any:
-        """Starts one message, over our own connection where there is one to the peer."""
+    def _receive(self, peer: int, tensor: torch.Tensor, flight: Flight) -> Any:
+        member = self._global[peer]
         with flight.starting((peer,)):
-            if self._wired((peer,), flight.about):
-                return way.wired(wires(), self._global[peer], tensor)
-            return way.other(tensor, self._global[peer], self.group)
+            if self._wired((self.rank, peer), tensor, flight.about):
+                return wires().receive(member, tensor, self.timeout)
+            return dist.irecv(tensor, member, self.group)
 
-    def _wired(self, ranks: Iterable[int], about: About) -> bool:
-        """Whether messages among these go over our own connections; the same on all of them."""
+    def _send(self, peer: int, tensor: torch.Tensor, flight: Flight) -> Any:
+        member = self._global[peer]
+        with flight.starting((peer,)):
+            if self._wired((self.rank, peer), tensor, flight.about):
+                return wires().send(member, tensor, self.timeout)
+            return dist.isend(tensor, member, self.group)
+
+    def _wired(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> bool:
+        """Whether such messages go over our own connections; the same on all of these ranks."""
         if self.lane or about.kind == "gradients" or self._backend != "gloo":
             return False
-        known = wires().known
-        return all(self._global[rank] in known for rank in ranks if rank != self.rank)
+        return x.numel() * x.element_size() <= LARGEST and wires().join(self._members(ranks))
 
     def lost_by(self, error: Exception) -> tuple[int, ...]:
         """The rank at the other end of a connection of our own that was lost, if it was that."""
-        return (self._global.index(error.member),) if isinstance(error, Cut) else ()
+        member = error.member if isinstance(error, Lost) else None
+        return (self._global.index(member),) if member in self._global else ()
 
     def all_gather(
         self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
@@ -301,7 +298,7 @@ class Communicator:
         if len(ranks) == 1:
             return Pending([])
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
-        if algorithm == "direct" and self._wired(ranks, about):
+        if algorithm == "direct" and self._wired(ranks, x, about):
             return self._sum_over_wires(ranks, x, about)
         if algorithm == "direct":
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
@@ -361,11 +358,12 @@ class Communicator:
 
     def _sum_over_wires(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
         """The same over our own connections, all of whose messages have the same size."""
-        others, mine = [rank for rank in ranks if rank != self.rank], self._stage(x.clone())
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        mine = self._stage(x.clone(memory_format=torch.contiguous_format))
         arrived = mine.new_empty((len(others), *x.shape))
         flight = Flight(self, "sum", others, about)
         with flight.starting():
-            parcels = wires().swap([self._global[rank] for rank in others], mine, arrived)
+            parcels = wires().swap(self._members(others), mine, arrived, self.timeout)
 
         def finish() -> None:
             rows = dict(zip(others, arrived, strict=True)) | {self.rank: mine}
@@ -404,12 +402,12 @@ class Communicator:
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Makes the process groups of these ranks; all ranks call it with the same groups."""
+        """Connects all ranks, and makes the process groups of some; all call it with the same."""
         for ranks in groups:
             if len(ranks) > 1 and (len(ranks) < self.size or self.lane):
                 group_of(self.lane, self._members(ranks), self.timeout)
         if self._backend == "gloo" and not self.lane:
-            connect(self._global, self._global[self.rank], self.gather_objects, self.timeout)
+            connect(self._global, self._global[self.rank], self.gather_objects)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:

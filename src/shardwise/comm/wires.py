@@ -2,8 +2,8 @@
 
 Gloo hands every message to a thread, which hands it on to the one that waits: on busy cores that
 takes ten times as long as a small message itself. Here whoever waits reads from the socket. Nobody
-does while all compute, so the sums of gradients, which go on meanwhile, are none of these. Ranks
-that cannot reach each other do without.
+does while all compute, so large messages and the sums of gradients, which go on meanwhile, are none
+of these. Ranks that cannot reach each other do without.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import select
 import socket
 import struct
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,14 @@ from shardwise.comm.groups import Members
 MOST = 64  # ranks that are all connected with each other
 LOOPBACK = "127.0.0.1"
 PATIENCE = 5.0  # seconds to connect in
-BUFFER = 4 << 20  # bytes that a socket takes while its peer computes, if the system allows it
-FORCED = {socket.SO_SNDBUF: 32, socket.SO_RCVBUF: 33}  # the same beyond the system's limit
+LARGEST = 1 << 20  # bytes of a message that sockets can take while all compute
+BUFFER = 4 << 20  # bytes of a socket, if the system allows it
+FORCED = 32, 33  # SO_SNDBUFFORCE and SO_RCVBUFFORCE: beyond the system's usual limit
 ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 Gather = Callable[[Any], list[Any]]  # every rank's value, in rank order
 
 
-class Cut(RuntimeError):
+class Lost(RuntimeError):
     """A connection that was lost, and the global rank at its other end."""
 
     def __init__(self, member: int, reason: str) -> None:
@@ -50,6 +54,7 @@ class Parcel:
     wires: Wires
     wire: Wire
     left: memoryview  # what has not gone yet
+    timeout: float | None
 
     def wait(self) -> None:
         """Returns when all of it has left, or is here."""
@@ -64,6 +69,7 @@ class Wire:
     socket: socket.socket
     outgoing: deque[Parcel] = field(default_factory=deque)
     awaited: deque[Parcel] = field(default_factory=deque)
+    broken: str = ""  # why nothing can be said about what comes next
 
     @property
     def events(self) -> int:
@@ -79,6 +85,8 @@ class Wire:
         self._move(self.awaited, self.socket.recv_into)
 
     def _move(self, parcels: deque[Parcel], move: Callable[[memoryview], int]) -> None:
+        if self.broken:
+            raise Lost(self.member, self.broken)
         try:
             while parcels:
                 parcel = parcels[0]
@@ -91,7 +99,11 @@ class Wire:
         except BlockingIOError:  # no more for now
             pass
         except OSError as error:
-            raise Cut(self.member, error.strerror or str(error)) from None
+            raise self.lost(error.strerror or str(error)) from None
+
+    def lost(self, reason: str) -> Lost:
+        self.broken = reason
+        return Lost(self.member, reason)
 
 
 class Wires:
@@ -100,64 +112,79 @@ class Wires:
     def __init__(self) -> None:
         self.world = dist.group.WORLD
         self.known: dict[int, Wire] = {}
-        self.asked: set[Members] = set()  # who tried to connect, whether or not they could
-        self.timeout: float | None = None
+        self.asked: dict[Members, bool] = {}  # who tried to connect, and whether all could
+        self._complete: dict[Members, bool] = {}
 
-    def send(self, member: int, tensor: torch.Tensor) -> Parcel:
+    def join(self, members: Members) -> bool:
+        """Whether all of these are connected with each other, and all of them know it."""
+        if members not in self._complete:
+            self._complete[members] = any(
+                could and set(members) <= set(asked) for asked, could in self.asked.items()
+            )
+        return self._complete[members]
+
+    def settle(self, members: Members, sockets: dict[int, socket.socket] | None) -> None:
+        """Notes that these ranks have tried to connect, and the connections if all could."""
+        self.asked[members] = sockets is not None
+        self.known |= {peer: Wire(peer, made) for peer, made in (sockets or {}).items()}
+        self._complete.clear()
+
+    def send(self, member: int, tensor: torch.Tensor, timeout: float | None) -> Parcel:
         wire = self.known[member]
-        parcel = Parcel(self, wire, _bytes(tensor))
+        parcel = Parcel(self, wire, _bytes(tensor), timeout)
         wire.outgoing.append(parcel)
         wire.push()
         return parcel
 
-    def receive(self, member: int, tensor: torch.Tensor) -> Parcel:
+    def receive(self, member: int, tensor: torch.Tensor, timeout: float | None) -> Parcel:
         wire = self.known[member]
-        parcel = Parcel(self, wire, _bytes(tensor))
+        parcel = Parcel(self, wire, _bytes(tensor), timeout)
         wire.awaited.append(parcel)
         return parcel
 
-    def swap(self, members: Sequence[int], x: torch.Tensor, arrived: torch.Tensor) -> list[Parcel]:
+    def swap(
+        self, members: Members, x: torch.Tensor, arrived: torch.Tensor, timeout: float | None
+    ) -> list[Parcel]:
         """Sends one tensor to several, and awaits one of the same size from each, a row each."""
-        mine, rows = _bytes(x), _bytes(arrived)
-        parcels = []
+        mine, rows, parcels = _bytes(x), _bytes(arrived), []
         for place, member in enumerate(members):
             wire = self.known[member]
             row = rows[place * len(mine) : (place + 1) * len(mine)]
-            wire.awaited.append(Parcel(self, wire, row))
-            wire.outgoing.append(Parcel(self, wire, mine))
-            parcels += [wire.awaited[-1], wire.outgoing[-1]]
+            theirs, own = Parcel(self, wire, row, timeout), Parcel(self, wire, mine, timeout)
+            wire.awaited.append(theirs)
+            wire.outgoing.append(own)
             wire.push()
+            parcels += [theirs, own]
         return parcels
 
     def work_until(self, parcel: Parcel) -> None:
         """Moves whatever can be moved until this one has been."""
         if parcel.left:
             parcel.wire.pull()
-        end = None if self.timeout is None else time.monotonic() + self.timeout
+        end = time.monotonic() + parcel.timeout if parcel.timeout else inf
         while parcel.left:
-            self._work(parcel, None if end is None else end - time.monotonic())
+            self._work()
+            if parcel.left and time.monotonic() > end:
+                raise parcel.wire.lost("timed out")
 
-    def _work(self, parcel: Parcel, seconds: float | None) -> None:
-        """Sleeps until something moves, and moves it."""
+    def _work(self) -> None:
+        """Sleeps until something moves, for a second at most, and moves it."""
         poll = select.poll()
         busy = {wire.socket.fileno(): wire for wire in self.known.values() if wire.events}
         for number, wire in busy.items():
             poll.register(number, wire.events)
-        ready = poll.poll(None if seconds is None else max(0.0, 1e3 * seconds))
-        if not ready:
-            raise Cut(parcel.wire.member, "timed out")
-        for number, _ in ready:
+        for number, _ in poll.poll(1000):
             busy[number].pull()
             busy[number].push()
 
     def close(self) -> None:
         _close({member: wire.socket for member, wire in self.known.items()})
-        self.known = {}
+        self.known, self.asked, self._complete = {}, {}, {}
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, which stays alive as long as this."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 _wires: Wires | None = None
@@ -176,22 +203,25 @@ def wires() -> Wires:
 # -- connecting ------------------------------------------------------------------------------------
 
 
-def connect(members: Members, me: int, gather: Gather, timeout: float | None) -> None:
+def connect(members: Members, me: int, gather: Gather) -> None:
     """Connects these ranks with each other, where all can reach all; each of them calls it."""
     own = wires()
     if members in own.asked or len(members) > MOST:
         return
-    own.asked.add(members)
-    own.timeout = timeout
     peers = set(members) - {me, *own.known}
     with socket.socket() as listener:
         offers = dict(zip(members, gather(_offer(listener)), strict=True))
         found = _connected(listener, me, peers, offers)
         everywhere = all(gather(found is not None))
-    if everywhere and found is not None:
-        own.known |= {peer: Wire(peer, _set_up(made)) for peer, made in found.items()}
-    else:
+    if not everywhere:
         _close(found)
+        if me == members[0]:
+            warnings.warn(
+                "workers cannot connect to each other's ports; gloo carries all messages, of which "
+                "small ones take longer",
+                stacklevel=2,
+            )
+    own.settle(members, {p: _set_up(s) for p, s in (found or {}).items()} if everywhere else None)
 
 
 def _offer(listener: socket.socket) -> dict[str, Any] | None:
@@ -234,14 +264,15 @@ def _connected(
         return None  # an address that leads nowhere from another machine
     token = next(iter(offers.values()))["token"]
     found: dict[int, socket.socket] = {}
+    end = time.monotonic() + PATIENCE
     try:
         for peer in sorted(peer for peer in peers if peer < me):
-            found[peer] = socket.create_connection(offers[peer]["at"], PATIENCE)
+            found[peer] = socket.create_connection(offers[peer]["at"], _left(end))
             found[peer].sendall(token + struct.pack("!I", me))
-        listener.settimeout(PATIENCE)
         while found.keys() != peers:
+            listener.settimeout(_left(end))
             caller, _ = listener.accept()
-            peer = _greeting(caller, token)
+            peer = _greeting(caller, token, end)
             if peer in peers - found.keys():
                 found[peer] = caller
             else:
@@ -252,28 +283,34 @@ def _connected(
     return found
 
 
-def _greeting(caller: socket.socket, token: bytes) -> int | None:
+def _left(end: float) -> float:
+    """Seconds until then; nobody waits longer, whatever strangers do."""
+    if (seconds := end - time.monotonic()) <= 0:
+        raise TimeoutError("there is no time left to connect")
+    return seconds
+
+
+def _greeting(caller: socket.socket, token: bytes, end: float) -> int | None:
     """The rank that calls; None if it does not know the token."""
-    caller.settimeout(PATIENCE)
-    said = b""
+    said, length = b"", len(token) + 4
     try:
-        while len(said) < len(token) + 4 and (more := caller.recv(len(token) + 4 - len(said))):
+        while len(said) < length:
+            caller.settimeout(_left(end))
+            if not (more := caller.recv(length - len(said))):
+                return None
             said += more
     except OSError:
         return None
-    if len(said) < len(token) + 4 or not secrets.compare_digest(said[:-4], token):
-        return None
-    return struct.unpack("!I", said[-4:])[0]
+    known = secrets.compare_digest(said[:-4], token)
+    return struct.unpack("!I", said[-4:])[0] if known else None
 
 
 def _set_up(connection: socket.socket) -> socket.socket:
     """Messages leave at once, and the system keeps those that nobody reads yet."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, forced in FORCED.items():
-        try:
-            connection.setsockopt(socket.SOL_SOCKET, forced, BUFFER)
-        except OSError:  # only for administrators
+    for option in FORCED:
+        with suppress(OSError):  # only for administrators; else the system finds a size itself
             connection.setsockopt(socket.SOL_SOCKET, option, BUFFER)
     return connection
 

@@ -114,7 +114,6 @@ def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
         itemsize=DTYPES[settings.precision].itemsize,
         states=2 if settings.optimizer.startswith("adam") else 1,
         output=settings.output,
-        whole_classes=settings.output == "local",
     )
     return Costs(graph, machines, timer_for(machines, graph), training)
 
