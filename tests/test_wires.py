@@ -52,6 +52,19 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order(dtype: torch.dtype) -> 
     assert shared_pool(3).run(_exchanged, sizes, dtype) == [(True, 2)] * 3
 
 
+def _odd_strides() -> list[float]:
+    comm, x, y = Communicator(), torch.arange(8.0)[4::4], torch.zeros(8)[::4][1:]
+    comm.prepare([(0, 1, 2)])
+    assert x.stride() == y.stride() == (4,)
+    comm.exchange([((comm.rank + 1) % 3, x + comm.rank)], [((comm.rank - 1) % 3, y)]).wait()
+    comm.all_reduce((0, 1, 2), x).wait()
+    return [*x.tolist(), *y.tolist()]
+
+
+def test_a_tensor_of_one_element_may_have_any_strides() -> None:
+    assert shared_pool(3).run(_odd_strides) == [[12.0, 6.0], [12.0, 4.0], [12.0, 5.0]]
+
+
 def _sums(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     comm = Communicator()
     everybody = tuple(range(comm.size))

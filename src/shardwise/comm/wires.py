@@ -184,7 +184,9 @@ class Wires:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, which stays alive as long as this."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    assert tensor.is_contiguous(), "messages lie in one piece"
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element, strides may be odd
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 _wires: Wires | None = None
