@@ -42,7 +42,6 @@ def main() -> None:
         results[-1].show(console)
     console.print(f"{summary(results)}, {time.perf_counter() - start:.0f} s")
     save(arguments.json, [result.as_data() for result in results])
-    console.print(f"written to {arguments.json}")
 
 
 if __name__ == "__main__":

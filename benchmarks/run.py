@@ -31,21 +31,21 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "head_to_head": Benchmark(24, ("--rounds", "2"), full=30),
+    "head_to_head": Benchmark(30, ("--rounds", "2"), full=40),
     "overlap": Benchmark(5, ("--batches", "16", "--rounds", "3"), full=7),
     "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
-    "allreduce": Benchmark(2, ("--quick",), full=5),
+    "allreduce": Benchmark(1, ("--quick",), full=5),
     "overhead": Benchmark(1, ("--rounds", "5"), full=2),
     "memory": Benchmark(1),
     "memory_cap": Benchmark(1),
-    "predict": Benchmark(2, ("--rounds", "2"), full=8),
-    "kernels": Benchmark(3, ("--every", "8"), full=20),
+    "predict": Benchmark(3, ("--rounds", "2"), full=8),
+    "kernels": Benchmark(1, ("--every", "8"), full=20),
     "train_cpu": Benchmark(3, ("--networks", "vgg16_cifar", "--rounds", "2"), full=40),
     "threads": Benchmark(1),
     "loader": Benchmark(1, ("--seconds", "3"), full=2),
-    "checkpoint": Benchmark(1, ("--rounds", "5"), full=3),
-    "papers": Benchmark(3),
-    "search": Benchmark(2),
+    "checkpoint": Benchmark(2, ("--rounds", "5"), full=3),
+    "papers": Benchmark(2),
+    "search": Benchmark(3),
 }
 
 
