@@ -94,12 +94,8 @@ def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Meas
     """
     wanted = wanted_works([graph], comm.size)[comm.rank :: comm.size]
     crowd = max(1.0, comm.size / (os.cpu_count() or 1))
-    own = {
-        key: (crowd * forward, crowd * backward)
-        for key, (forward, backward) in measure_works(
-            wanted, runs=2, clock=time.thread_time
-        ).items()
-    }
+    seconds = measure_works(wanted, runs=2, clock=time.thread_time)
+    own = {key: (crowd * there, crowd * back) for key, (there, back) in seconds.items()}
     times = dict(item for part in comm.gather_objects(own) for item in part.items())
     return Measured((times,), Roofline(cluster.device), first_layers(graph))
 

@@ -35,6 +35,7 @@ BENCHMARKS = {
     "overlap": Benchmark(5, ("--batches", "16", "--rounds", "3"), full=7),
     "strong_scaling": Benchmark(5, ("--rounds", "3", "--size", "32"), full=15),
     "allreduce": Benchmark(1, ("--quick",), full=5),
+    "small_sums": Benchmark(1),
     "overhead": Benchmark(1, ("--rounds", "5"), full=2),
     "memory": Benchmark(1),
     "memory_cap": Benchmark(1),

@@ -13,8 +13,7 @@ import torch
 
 from pool import shared_pool
 from shardwise import LostPeer, run_local
-from shardwise.comm import About, Communicator
-from shardwise.comm import wires as module
+from shardwise.comm import About, Communicator, connecting
 from shardwise.comm.wires import wires
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
@@ -86,7 +85,7 @@ def test_a_sum_has_the_same_bits_everywhere(numel: int) -> None:
 
 def _exchanged_without_a_listener() -> tuple[bool, int]:
     if Communicator().rank == 1:
-        module._offer = lambda listener: None
+        connecting._offer = lambda listener: None
     return _exchanged([1, 5000], torch.float32)
 
 
@@ -133,4 +132,4 @@ def test_strangers_are_not_let_in() -> None:
         (b"", None),
     ):
         with _called(greeting) as caller:
-            assert module._greeting(caller, token, time.monotonic() + 5) == rank
+            assert connecting._greeting(caller, token, time.monotonic() + 5) == rank

@@ -182,11 +182,11 @@ def _steps(question: Question, comm: Communicator) -> list[float]:
 def _keep(found: list[Found]) -> None:
     """Adds the median over ranks of every new time to the table on disk."""
     table = TimeTable.load(found[0].device)
-    table.seconds.update(median_times([own.times for own in found]))
+    table.seconds.update(_median_times([own.times for own in found]))
     table.save()
 
 
-def median_times(ranks: list[Times]) -> Times:
+def _median_times(ranks: list[Times]) -> Times:
     """The median over ranks of what each share takes, forward and backward."""
     found: Times = {}
     for key in ranks[0]:

@@ -8,35 +8,20 @@ of these. Ranks that cannot reach each other do without.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import secrets
 import select
 import socket
-import struct
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.groups import Members
 
-MOST = 64  # ranks that are all connected with each other
-LOOPBACK = "127.0.0.1"
-PATIENCE = 5.0  # seconds to connect in
 LARGEST = 1 << 20  # bytes of a message that sockets can take while all compute
-BUFFER = 4 << 20  # bytes of a socket, if the system allows it
-FORCED = 32, 33  # SO_SNDBUFFORCE and SO_RCVBUFFORCE: beyond the system's usual limit
-ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
-Gather = Callable[[Any], list[Any]]  # every rank's value, in rank order
 
 
 class Lost(RuntimeError):
@@ -113,21 +98,21 @@ class Wires:
         self.world = dist.group.WORLD
         self.known: dict[int, Wire] = {}
         self.asked: dict[Members, bool] = {}  # who tried to connect, and whether all could
-        self._complete: dict[Members, bool] = {}
+        self._answers: dict[Members, bool] = {}  # worked out once: every message asks
 
-    def join(self, members: Members) -> bool:
+    def connected(self, members: Members) -> bool:
         """Whether all of these are connected with each other, and all of them know it."""
-        if members not in self._complete:
-            self._complete[members] = any(
+        if members not in self._answers:
+            self._answers[members] = any(
                 could and set(members) <= set(asked) for asked, could in self.asked.items()
             )
-        return self._complete[members]
+        return self._answers[members]
 
     def settle(self, members: Members, sockets: dict[int, socket.socket] | None) -> None:
         """Notes that these ranks have tried to connect, and the connections if all could."""
         self.asked[members] = sockets is not None
         self.known |= {peer: Wire(peer, made) for peer, made in (sockets or {}).items()}
-        self._complete.clear()
+        self._answers.clear()
 
     def send(self, member: int, tensor: torch.Tensor, timeout: float | None) -> Parcel:
         wire = self.known[member]
@@ -178,8 +163,9 @@ class Wires:
             busy[number].push()
 
     def close(self) -> None:
-        _close({member: wire.socket for member, wire in self.known.items()})
-        self.known, self.asked, self._complete = {}, {}, {}
+        for wire in self.known.values():
+            wire.socket.close()
+        self.known, self.asked, self._answers = {}, {}, {}
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -200,123 +186,3 @@ def wires() -> Wires:
             _wires.close()
         _wires = Wires()
     return _wires
-
-
-# -- connecting ------------------------------------------------------------------------------------
-
-
-def connect(members: Members, me: int, gather: Gather) -> None:
-    """Connects these ranks with each other, where all can reach all; each of them calls it."""
-    own = wires()
-    if members in own.asked or len(members) > MOST:
-        return
-    peers = set(members) - {me, *own.known}
-    with socket.socket() as listener:
-        offers = dict(zip(members, gather(_offer(listener)), strict=True))
-        found = _connected(listener, me, peers, offers)
-        everywhere = all(gather(found is not None))
-    if not everywhere:
-        _close(found)
-        if me == members[0]:
-            warnings.warn(
-                "workers cannot connect to each other's ports; gloo carries all messages, of which "
-                "small ones take longer",
-                stacklevel=2,
-            )
-    own.settle(members, {p: _set_up(s) for p, s in (found or {}).items()} if everywhere else None)
-
-
-def _offer(listener: socket.socket) -> dict[str, Any] | None:
-    """Where this rank listens, on which machine; nothing where it cannot."""
-    try:
-        address = _address()
-        listener.bind((address, 0))
-        listener.listen(MOST)
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return None
-    port = listener.getsockname()[1]
-    return {"at": (address, port), "machine": machine, "token": secrets.token_bytes(16)}
-
-
-def _address() -> str:
-    """Of the interface that gloo was given, or of the one that leads to the first rank's host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if interface:
-            asked = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), ADDRESS_OF_INTERFACE, asked)
-            return socket.inet_ntoa(answer[20:24])
-        master = os.environ.get("MASTER_ADDR")
-        if master is None:
-            return LOOPBACK
-        probe.connect((master, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _connected(
-    listener: socket.socket, me: int, peers: set[int], offers: dict[int, Any]
-) -> dict[int, socket.socket] | None:
-    """A connection to every peer: this rank calls those below it, and is called by the others."""
-    if None in offers.values():
-        return None
-    machines = {offer["machine"] for offer in offers.values()}
-    if len(machines) > 1 and any(offer["at"][0].startswith("127.") for offer in offers.values()):
-        return None  # an address that leads nowhere from another machine
-    token = next(iter(offers.values()))["token"]
-    found: dict[int, socket.socket] = {}
-    end = time.monotonic() + PATIENCE
-    try:
-        for peer in sorted(peer for peer in peers if peer < me):
-            found[peer] = socket.create_connection(offers[peer]["at"], _left(end))
-            found[peer].sendall(token + struct.pack("!I", me))
-        while found.keys() != peers:
-            listener.settimeout(_left(end))
-            caller, _ = listener.accept()
-            peer = _greeting(caller, token, end)
-            if peer in peers - found.keys():
-                found[peer] = caller
-            else:
-                caller.close()  # a stranger
-    except OSError:
-        _close(found)
-        return None
-    return found
-
-
-def _left(end: float) -> float:
-    """Seconds until then; nobody waits longer, whatever strangers do."""
-    if (seconds := end - time.monotonic()) <= 0:
-        raise TimeoutError("there is no time left to connect")
-    return seconds
-
-
-def _greeting(caller: socket.socket, token: bytes, end: float) -> int | None:
-    """The rank that calls; None if it does not know the token."""
-    said, length = b"", len(token) + 4
-    try:
-        while len(said) < length:
-            caller.settimeout(_left(end))
-            if not (more := caller.recv(length - len(said))):
-                return None
-            said += more
-    except OSError:
-        return None
-    known = secrets.compare_digest(said[:-4], token)
-    return struct.unpack("!I", said[-4:])[0] if known else None
-
-
-def _set_up(connection: socket.socket) -> socket.socket:
-    """Messages leave at once, and the system keeps those that nobody reads yet."""
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in FORCED:
-        with suppress(OSError):  # only for administrators; else the system finds a size itself
-            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER)
-    return connection
-
-
-def _close(found: dict[int, socket.socket] | None) -> None:
-    for connection in (found or {}).values():
-        connection.close()
