@@ -99,6 +99,12 @@ class Layout:
         inside = _reach(self.bounds, self.shape)
         return int(self.numels.sum()) == numel and inside and self.is_disjoint
 
+    def is_within(self, other: Layout) -> bool:
+        """Whether every rank's box lies inside its box of the other layout."""
+        starts = self.bounds[..., 0] >= other.bounds[..., 0]
+        stops = self.bounds[..., 1] <= other.bounds[..., 1]
+        return bool(((self.numels == 0) | (starts & stops).all(axis=1)).all())
+
     @cached_property
     def is_disjoint(self) -> bool:
         """No element belongs to two ranks."""

@@ -101,11 +101,13 @@ class ParallelModel(SplitModel):
         self._check_inputs(graph, inputs, whole=batch is None)
         self._count_batches(graph)
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        program = state.program(graph, self._trainable(), batch is None, needs_gradient)
-        if id(program) not in state.ready:
-            self._get_ready(program, inputs, whole=batch is None)
+        bound = state.bound(graph, self._trainable(), batch is None, needs_gradient)
+        key = (self.training, samples, batch is None)
+        if key not in state.ready:
+            self._get_ready(bound.program, inputs, whole=batch is None)
+            state.ready.add(key)
         lookup = partial(self._lookup, graph.constants)
-        runtime = Runtime(program, state.comm, lookup, state.modules, state.precision, state.watch)
+        runtime = Runtime(bound, lookup, state.precision, state.watch)
         if torch.is_grad_enabled():
             anchor = torch.empty(0, requires_grad=True)
             outputs = _Run.apply(self, runtime, anchor, *inputs)
@@ -122,7 +124,6 @@ class ParallelModel(SplitModel):
         state.comm.prepare(program.groups)
         segments = {ranks for layout in program.params.values() for ranks in layout.segments}
         state.lane.prepare(sorted(segments))
-        state.ready[id(program)] = program
 
     def first_not_finite(self, *inputs: torch.Tensor, batch: int | None = None) -> str | None:
         """The first layer whose output is not finite for this batch; all ranks must call it."""
@@ -155,7 +156,7 @@ class ParallelModel(SplitModel):
     def _parts_program(self, batch: int) -> Program:
         state = self._shardwise
         graph = state.graph(self.training, batch)
-        return state.program(graph, self._trainable(), False, False)
+        return state.bound(graph, self._trainable(), False, False).program
 
     def _check_inputs(
         self, graph: LayerGraph, inputs: tuple[torch.Tensor, ...], whole: bool
@@ -221,7 +222,7 @@ class ParallelModel(SplitModel):
 
     def _input_gradient(self, program: Program, name: str, gradient: Any) -> Any:
         """The gradient of an input that is whole on every rank is the sum of all parts."""
-        if gradient is not None and tuple(gradient.shape) == program.layouts[name].shape:
+        if gradient is not None and program.whole_inputs:
             comm = self._shardwise.comm
             everybody = tuple(range(comm.size))
             comm.all_reduce(everybody, gradient, About(f"{name} gradient")).wait()
@@ -241,9 +242,15 @@ class ParallelModel(SplitModel):
                 state.settle(frozenset([source.name]))  # its last update was put off until now
             path, _, leaf = source.name.rpartition(".")
             tensor = getattr(state.modules[path], leaf)
-            held = state.layouts[source.name][state.comm.rank]
-        whole = tensor.ndim == 0 or held == source.box
-        return tensor if whole else tensor[source.box.slices_in(held)]
+            layout = state.layouts.get(source.name)
+            held = Box.whole(tuple(tensor.shape)) if layout is None else layout[state.comm.rank]
+        if tensor.ndim == 0 or held == source.box:
+            return tensor
+        if not held.contains(source.box):
+            raise PlanError(
+                f"rank {state.comm.rank} holds {held} of {source.name!r} and needs {source.box}"
+            )
+        return tensor[source.box.slices_in(held)]
 
     def _count_batches(self, graph: LayerGraph) -> None:
         """Batch norm counts the batches it has seen, on ranks without any of its samples too."""

@@ -7,7 +7,8 @@ the layer), a gathered version of it ("conv1>0"), or partial sums before they ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.graph import Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan
-from shardwise.strategies import Gradients, Local, Need, Split, Strategy, strategy_of
+from shardwise.strategies import Local, Need, Split, Strategy, strategy_of
 from shardwise.transfer import Transfer
 
 
@@ -92,9 +93,12 @@ class Program:
     frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
     differentiable: frozenset[str]  # values that depend on what is trained
     gathered: frozenset[str]  # parameters whose gradient every rank computes whole
-    bound: dict[str, Local] = field(default_factory=dict)  # shares as the runtime completed them
-    # Gradients of some parameters that are computed when they are due: names, and how.
-    late: list[tuple[list[str], Gradients]] = field(default_factory=list)
+    whole_inputs: bool  # whether every rank is given the whole inputs, or each its own part
+
+    @cached_property
+    def recorded(self) -> frozenset[int]:
+        """The blocks (by id) that the backward pass visits: others need not keep what they met."""
+        return frozenset(id(step) for step in self.backward if isinstance(step, Run))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -122,12 +126,8 @@ def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
     layers with different configs, say) is kept whole on all ranks that use any of it.
     """
     uses: dict[str, list[Layout]] = {}
-    for layer in graph.layers:
-        split = Split.of(layer, plan.config(layer, graph), plan.world)
-        needs = strategy_of(layer).needs(split)
-        for operand, need in zip(layer.operands, needs, strict=True):
-            if operand.kind in ("param", "buffer"):
-                uses.setdefault(operand.name, []).append(need.layout)
+    for _, name, layout in _stored_needs(graph, plan):
+        uses.setdefault(name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
@@ -137,6 +137,28 @@ def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
             users = np.any([layout.numels > 0 for layout in needed], axis=0)
             layouts[name] = Layout.on(first.shape, plan.world, np.flatnonzero(users).tolist())
     return layouts
+
+
+def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> None:
+    """Raises where a rank would need a part of a stored tensor that it does not hold."""
+    for layer, name, layout in _stored_needs(graph, plan):
+        if name in held and not layout.is_within(held[name]):
+            mode = "training" if graph.training else "evaluation"
+            raise PlanError(
+                f"layer {layer.name!r} of {mode} needs {name!r} split in another way than the "
+                f"plan's layers do, which hold it; use it in {mode} as in training, or give the "
+                "layers that use it a split that keeps it whole"
+            )
+
+
+def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, Layout]]:
+    """Every use of a stored tensor: by which layer, and which part each rank needs."""
+    for layer in graph.layers:
+        split = Split.of(layer, plan.config(layer, graph), plan.world)
+        needs = strategy_of(layer).needs(split)
+        for operand, need in zip(layer.operands, needs, strict=True):
+            if operand.kind in ("param", "buffer"):
+                yield layer, operand.name, need.layout
 
 
 def compile_program(
@@ -171,6 +193,9 @@ class _Compiler:
         self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
 
     def compile(self) -> Program:
+        for layer in map(self.graph.__getitem__, self.graph.inputs):
+            split = Split.of(layer, self.plan.config(layer, self.graph), self.plan.world)
+            self.layouts[layer.name] = strategy_of(layer).output(split)
         ops = [self._op(layer) for layer in self.graph.layers if layer.op != "input"]
         moved = {move.source for move in self.moves.values()}
         ops = [replace(op, local=replace(op.local, moved=op.result in moved)) for op in ops]
@@ -190,6 +215,7 @@ class _Compiler:
             frees=_frees(forward, outputs),
             differentiable=frozenset(self.differentiable),
             gathered=self._gathered_params(ops),
+            whole_inputs=self.whole_inputs,
         )
 
     def _gathered_params(self, ops: list[Op]) -> frozenset[str]:
@@ -243,10 +269,6 @@ class _Compiler:
 
     def _gathered(self, name: str, need: Need) -> str:
         """The value of this tensor in the needed layout; the tensor's own if that is the same."""
-        if name in self.graph.inputs and name not in self.layouts:
-            layer = self.graph[name]
-            split = Split.of(layer, self.plan.config(layer, self.graph), self.plan.world)
-            self.layouts[name] = strategy_of(layer).output(split)
         cut = self.whole_inputs and name in self.graph.inputs
         transfer = Transfer(self.layouts[name], need.layout, need.fill)
         if transfer.is_identity and not cut:
@@ -262,10 +284,10 @@ class _Compiler:
         return self.gathered[key]
 
     def _output(self, name: str) -> str:
-        """A model's output is read by the user; an input returned as it is has to be a value."""
-        if name in self.graph.inputs:
-            self._gathered(name, Need(Layout.replicated(self.graph[name].shape, self.plan.world)))
-        return name
+        """The value that the user gets: of an input returned as it is, this rank's part."""
+        if name not in self.graph.inputs:
+            return name
+        return self._gathered(name, Need(self.layouts[name]))
 
     # -- blocks --------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
+from shardwise.comm.timeline import Timeline
 from shardwise.exchange import Wait, carry, start
 from shardwise.gradients import GradientSums
 from shardwise.program import Cut, Move, Op, Program, Run, Source
-from shardwise.strategies import Local
+from shardwise.strategies import Gradients, Local
 from shardwise.transfer import Transfer
 
 Tensors = dict[str, torch.Tensor]
@@ -36,17 +37,64 @@ class Tape:
     edges: dict[str, GradientEdge]
 
 
-@dataclass
-class Runtime:
-    """Everything a program needs to run: messages, stored tensors and the modules' modes."""
+@dataclass(eq=False)
+class Bound:
+    """A program whose layers know their messages and modules: made once, for all its passes.
+
+    It outlives every pass, so nothing here may refer to one.
+    """
 
     program: Program
     comm: Communicator
-    lookup: Lookup
     modules: Mapping[str, Any]
+    # Gradients of some parameters that are computed when they are due: names, and how.
+    late: list[tuple[list[str], Gradients]] = field(default_factory=list)
+    _shares: dict[str, Local] = field(default_factory=dict)
+
+    def share(self, op: Op) -> Local:
+        """The op's share, with the communication and the module that it may ask for."""
+        if op.result not in self._shares:
+            name, late = op.local.layer.name, self.late
+            params = [source.name for source in op.operands if source.kind == "param"]
+            self._shares[op.result] = replace(
+                op.local,
+                module=self.modules.get(op.local.attrs.get("module", None)),
+                sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
+                gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
+                later=lambda gradients: late.append((params, gradients)),
+            )
+        return self._shares[op.result]
+
+
+def _gather(transfer: Transfer, comm: Communicator, name: str) -> Callable[[torch.Tensor], Wait]:
+    about = About(name, "gradients")
+    return lambda x: start(transfer, x, comm, about)
+
+
+def _sum(
+    transfer: Transfer, comm: Communicator, name: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, about = transfer.source[comm.rank].shape, About(name, "statistics")
+    return lambda x: carry(transfer, x.reshape(shape), comm, about).view(x.shape)
+
+
+@dataclass
+class Runtime:
+    """One pass through a program, and what it keeps for the way back."""
+
+    bound: Bound
+    lookup: Lookup
     precision: torch.dtype | None = None  # of all values between layers, if not the parameters'
     watch: Watch | None = None  # is shown the output of every layer
     tapes: dict[int, Tape] = field(default_factory=dict)  # by position of the block
+
+    @property
+    def program(self) -> Program:
+        return self.bound.program
+
+    @property
+    def comm(self) -> Communicator:
+        return self.bound.comm
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -76,7 +124,7 @@ class Runtime:
         return {name: value(name) for name in self.program.outputs}
 
     def _run(self, run: Run, inputs: Tensors, record: bool) -> Tensors:
-        if not record:
+        if not record or id(run) not in self.program.recorded:
             return {
                 name: y for name, y in self._compute(run, inputs).items() if name in run.outputs
             }
@@ -101,13 +149,9 @@ class Runtime:
             if self.watch is not None:
                 self.watch(op.local.layer.name, y)
             if timeline.on and y.requires_grad:
-                y.register_hook(partial(self._turn, op.local.layer.name))
+                y.register_hook(partial(_turn, timeline, op.local.layer.name))
         timeline.switch()
         return values
-
-    def _turn(self, name: str, _: torch.Tensor) -> None:
-        """The gradient of a layer's output is there: the next thing is its backward pass."""
-        self.comm.timeline.switch(name, "backward")
 
     def _op(self, op: Op, values: Tensors, like: torch.Tensor | None) -> torch.Tensor:
         tensors = [
@@ -116,12 +160,12 @@ class Runtime:
         ]
         if op.active:
             if self.precision is None:
-                return op.strategy.run(self._local(op), tensors)
+                return op.strategy.run(self.bound.share(op), tensors)
             layer = op.local.layer
             sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
             dtype = torch.float32 if sensitive else self.precision
             tensors = [_as_real(tensor, dtype) for tensor in tensors]
-            return self._lowered(op.strategy.run(self._local(op), tensors))
+            return self._lowered(op.strategy.run(self.bound.share(op), tensors))
         # Nothing, but made of the operands: a norm before this layer still sums its statistics in
         # backward, on ranks without samples too.
         operands = [t for s, t in zip(op.operands, tensors, strict=True) if s.kind == "value"]
@@ -132,45 +176,20 @@ class Runtime:
         """As values between layers are kept."""
         return x if self.precision is None else _as_real(x, self.precision)
 
-    def _local(self, op: Op) -> Local:
-        """The op's share, with the communication and the module that it may ask for."""
-        bound = self.program.bound
-        if op.result not in bound:
-            module = self.modules.get(op.local.attrs.get("module", None))
-            name = op.local.layer.name
-            total = None if op.sums is None else self._sum(op.sums, f"{name} statistics")
-            gather = tuple(self._gather(transfer, f"{name} gathered") for transfer in op.gathers)
-            params = [source.name for source in op.operands if source.kind == "param"]
-            bound[op.result] = replace(
-                op.local,
-                module=module,
-                sum=total,
-                gather=gather,
-                later=lambda gradients: self.program.late.append((params, gradients)),
-            )
-        return bound[op.result]
-
-    def _gather(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], Wait]:
-        about = About(name, "gradients")
-        return lambda x: start(transfer, x, self.comm, about)
-
-    def _sum(self, transfer: Transfer, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        shape, about = transfer.source[self.comm.rank].shape, About(name, "statistics")
-        return lambda x: carry(transfer, x.reshape(shape), self.comm, about).view(x.shape)
-
     # -- backward ------------------------------------------------------------------------------
 
     def backward(self, gradients: Tensors, params: Tensors, sums: GradientSums) -> Tensors:
         """From gradients of the outputs to those of the inputs; those of weights go to `sums`."""
         gradients = {name: self._lowered(gradient) for name, gradient in gradients.items()}
         flow = _Flow(gradients)
+        self.bound.late.clear()  # of a pass that failed
         whole: Tensors = {}  # gradients of inputs that every rank has whole
         for position, step in enumerate(self.program.backward):
             if isinstance(step, Run):
                 self._run_backward(step, flow, sums, params)
                 sums.after(position)
-                sums.late.entries += self.program.late
-                self.program.late.clear()
+                sums.late.entries += self.bound.late
+                self.bound.late.clear()
             elif isinstance(step, Move):
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
                 back = start(
@@ -180,6 +199,7 @@ class Runtime:
             else:
                 gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
                 self._uncut(step, gradient, whole)
+        self.tapes.clear()
         inputs = {name: flow.take(name, None) for name in self.program.inputs}
         return {name: g for name, g in (inputs | whole).items() if g is not None}
 
@@ -223,6 +243,11 @@ class Runtime:
         inside = full.intersect(box)
         if not inside.empty:
             whole[step.source][inside.slices_in(full)] += gradient[inside.slices_in(box)]
+
+
+def _turn(timeline: Timeline, name: str, _: torch.Tensor) -> None:
+    """The gradient of a layer's output is there: the next thing is its backward pass."""
+    timeline.switch(name, "backward")
 
 
 class _Flow:

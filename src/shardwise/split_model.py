@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from math import inf
 from typing import Any
 
@@ -179,16 +180,33 @@ class SplitModel(nn.Module):
         found = {n: (state.layouts[n], t) for n, t in named_tensors(self) if n in state.layouts}
         return {name: (layout[state.comm.rank], t) for name, (layout, t) in found.items()}
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients as torch's clip_grad_norm_ would on one device."""
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Scales all gradients as torch's clip_grad_norm_ would on one device.
+
+        All ranks must call it; `foreach` is accepted as torch's is, and changes nothing.
+        """
         self.flush()
         params = list(self.parameters())  # a rank may lack the gradient of what others have
         gradients = [p.new_empty(0) if p.grad is None else p.grad for p in params]
-        norm = self.norms(params, gradients, norm_type).norm(norm_type)
-        scale = min(1.0, max_norm / (float(norm) + 1e-6))
+        norm = torch.linalg.vector_norm(self.norms(params, gradients, norm_type), norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped. To disable this error and scale the "
+                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # keeps what is not a number
         for gradient in gradients:
-            gradient.mul_(scale)
-        return norm
+            gradient.mul_(scale.to(gradient.device))
+        kinds = [g.abs().dtype for p, g in zip(params, gradients, strict=True) if p.requires_grad]
+        return norm.to(reduce(torch.promote_types, kinds) if kinds else torch.float32)
 
     @torch.no_grad()
     def norms(
@@ -200,18 +218,22 @@ class SplitModel(nn.Module):
         """
         state, names = self._shardwise, {id(param): name for name, param in self.named_parameters()}
         device = params[0].device if params else None
-        own = torch.zeros(len(params), dtype=torch.float64, device=device)
+        largest = p in (inf, -inf)
+        nothing = inf if p == -inf else 0.0
+        own = torch.full((len(params),), nothing, dtype=torch.float64, device=device)
         for index, (param, value) in enumerate(zip(params, values, strict=True)):
             layout = state.layouts.get(names[id(param)])
             owner = layout.segment(state.comm.rank)[0] if layout else 0
             if owner == state.comm.rank and value.numel():
-                own[index] = value.double().norm(p)
-        if p == inf:
-            return torch.stack(state.comm.gather_objects(own.cpu())).amax(0)
-        own.pow_(p)
+                exact = value.to(torch.promote_types(value.dtype, torch.float64))
+                norm = torch.linalg.vector_norm(exact, p)
+                own[index] = norm if p == 0 or largest else norm**p
+        if largest:
+            every = torch.stack(state.comm.gather_objects(own.cpu()))
+            return (every.amax(0) if p > 0 else every.amin(0)).to(device)
         everybody = tuple(range(state.comm.size))
         state.comm.all_reduce(everybody, own, About("the norms of all tensors")).wait()
-        return own ** (1.0 / p)
+        return own if p == 0 else own ** (1.0 / p)
 
     @property
     def plan(self) -> Plan:

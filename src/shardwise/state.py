@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
 from shardwise.gradients import Choice, GradientSums, Late
 from shardwise.graph import LayerGraph
+from shardwise.layout import Layout
 from shardwise.plan import Plan
-from shardwise.program import Program, compile_program, param_layouts
-from shardwise.runtime import Tensors, Watch
+from shardwise.program import Program, check_held, compile_program, param_layouts
+from shardwise.runtime import Bound, Tensors, Watch
 from shardwise.stored import assign, copy_structure, named_tensors, weightless
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
+MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
 PRECISIONS = {None: None, "bf16": torch.bfloat16}
 
 
@@ -71,8 +74,8 @@ class State:
         self.late = Late()  # gradients that wait for an optimizer that delays updates
         self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self.modules: dict[str, nn.Module] = {}
-        self._programs: dict[Any, Program] = {}
-        self.ready: dict[int, Program] = {}  # programs whose process groups are made
+        self._bound: dict[Any, Bound] = {}  # the last used is last
+        self.ready: set[Any] = set()  # which programs all ranks have agreed on
         graph = graphs(True, plan.inputs[0][0])
         self.agree(plan.to_json(), "was started with another plan than rank 0")
         self.agree(graph.signature, "was started with another model than rank 0")
@@ -99,12 +102,27 @@ class State:
             if other != first:
                 raise ShardwiseError(f"rank {rank} {otherwise}")
 
-    def program(
+    def bound(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
-    ) -> Program:
+    ) -> Bound:
+        """The program for this graph; those that were used last are kept."""
         key = (graph.training, graph.batch, trainable, whole, gradient)
-        if key not in self._programs:
-            program = compile_program(graph, self.plan, self.comm.rank, trainable, whole, gradient)
-            program.params.update(self.layouts)  # blocks stay where the training graph put them
-            self._programs[key] = program
-        return self._programs[key]
+        bound = self._bound.pop(key, None) or self._bind(graph, trainable, whole, gradient)
+        self._bound[key] = bound
+        while len(self._bound) > MOST_PROGRAMS:
+            del self._bound[next(iter(self._bound))]
+        return bound
+
+    def _bind(
+        self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
+    ) -> Bound:
+        check_held(graph, self.plan, self.layouts)
+        program = compile_program(graph, self.plan, self.comm.rank, trainable, whole, gradient)
+        # Blocks stay where the training graph put them; what it does not know, every rank has.
+        others = {
+            name: Layout.replicated(layout.shape, layout.world)
+            for name, layout in program.params.items()
+            if name not in self.layouts
+        }
+        program = replace(program, params=others | self.layouts)
+        return Bound(program, self.comm, self.modules)

@@ -1,0 +1,116 @@
+"""What goes into a parallel model and comes out: inputs in parts, inputs returned, both modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from exactness import assert_exact, seeded, seeded_input
+from shardwise import Config, Plan, PlanError, capture, parallelize
+from shardwise.box import Box
+from shardwise.comm import Communicator
+from shardwise.comm.in_process import World
+
+SHAPE = (4, 3, 6, 6)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_gradient_of_an_input_that_one_worker_was_given_stays_there() -> None:
+    plain, x = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())), seeded_input(SHAPE)
+    plain(whole := x.clone().requires_grad_()).square().sum().backward()
+    graph = capture(plain, x)
+    plan = Plan.make(graph, 2, lambda layer: Config() if layer.op == "input" else Config(h=2))
+
+    def work(comm: Communicator) -> tuple[Box, Any]:
+        model: Any = parallelize(plain, plan, comm=comm)
+        box = model.input_box(4)
+        part = x[box.slices_in(Box.whole(SHAPE))].clone().requires_grad_()
+        model(part, batch=4).square().sum().backward()
+        return box, part.grad
+
+    (box, gradient), (other, _) = World(2).run(work)
+    assert box == Box.whole(SHAPE) and other.empty
+    close(gradient, whole.grad)  # type: ignore[arg-type]
+
+
+class Returns(nn.Module):
+    """An autoencoder as many are written: it returns what it was given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.conv(x), x
+
+
+@pytest.mark.parametrize("split", [{"n": 2}, {"h": 2}, {"f": 2}, {"n": 2, "w": 2}, {}])
+def test_a_model_may_return_its_input(split: dict[str, int]) -> None:
+    model, x = seeded(Returns()), seeded_input(SHAPE)
+    graph = capture(model, x)
+    assert_exact(model, x, [Plan.uniform(graph, **split), Plan.random(graph, 3, 1)], graph)
+
+
+class Modes(nn.Module):
+    """Another head for evaluation, and one layer whose weight both heads use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_head, self.test_head = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.train_head(x) if self.training else self.test_head(x).relu()
+
+
+@pytest.mark.parametrize("split", [{"n": 2}, {"f": 2}, {"c": 2}])
+def test_parameters_that_only_evaluation_uses_are_whole_on_every_rank(split: Any) -> None:
+    plain, x = seeded(Modes()), seeded_input((4, 4))
+    plain(x).sum().backward()
+    plain.eval()
+    expected = plain(x)
+    expected.square().sum().backward()
+
+    def work(comm: Communicator) -> Any:
+        model: Any = parallelize(plain.train(), Plan.uniform(capture(plain, x), **split), comm=comm)
+        model(x).sum().backward()
+        model.eval()
+        y = model(x)
+        y.square().sum().backward()
+        return y.detach(), model.full_gradients(), model.state_dict()
+
+    for y, gradients, state in World(2).run(work):
+        close(y, expected)
+        for name, param in plain.named_parameters():
+            close(gradients[name], param.grad)  # type: ignore[arg-type]
+            assert torch.equal(state[name], param)
+
+
+class Crossed(nn.Module):
+    """In evaluation a part of the weight that training left to another rank is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.training else self.weight.flip(0)
+        return nn.functional.linear(x, weight)
+
+
+def test_a_part_of_a_parameter_that_a_rank_does_not_hold_is_named() -> None:
+    plain, x = seeded(Crossed()), seeded_input((4, 4))
+
+    def work(comm: Communicator) -> str:
+        model = parallelize(plain, Plan.uniform(capture(plain, x), f=2), comm=comm).eval()
+        with pytest.raises(PlanError) as refused:
+            model(x)
+        return str(refused.value)
+
+    for refusal in World(2).run(work):
+        assert refusal.startswith("layer 'flip' of evaluation needs 'weight' split in another way")
