@@ -145,6 +145,114 @@ class FrozenStem(nn.Module):
         return self.head((self.stem(x) + self.shift).tanh())
 
 
+class Mask(nn.Module):
+    """Comparisons and whole numbers, made on fewer ranks than those that read them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = x > x.mean(1, keepdim=True)
+        rank = (x * 3).to(torch.int64).clamp(-1, 1)
+        return x.masked_fill(high & ~torch.isnan(x), 0.5) * rank + torch.where(high, x, rank)
+
+
+class Indices(nn.Module):
+    """Indices from operators that one worker computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        best = y.argmax(1)
+        chosen = functional.one_hot(best, 5).permute(0, 3, 1, 2)
+        values, places = y.max(1, keepdim=True)
+        return y * chosen + values * places - torch.gather(y, 1, best[:, None])
+
+
+class Scalars(nn.Module):
+    """Parameters and values without dimensions; the second is of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("offset", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.scale * self.conv(x) + self.shift.exp() + self.offset
+        return y / (1 + y.abs().amax()), y.square().mean() * self.scale
+
+
+class Noise(nn.Module):
+    """Random numbers of every kind, between layers that would notice ranks out of step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.1 * torch.randn_like(x)
+        keep = x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.7).div_(0.7)
+        x = self.norm(x * keep) + torch.rand(x.shape[2:], dtype=x.dtype)
+        coin = torch.bernoulli(torch.sigmoid(x.detach()))
+        x = functional.rrelu(x, training=True) * coin[:, torch.randperm(8)]
+        return self.drop(x) + torch.empty_like(x).uniform_(-1, 1)
+
+
+class Written(nn.Module):
+    """Writes into new tensors, into views, and through views of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_zeros((1, 1, *x.shape[2:]))
+        mask[:, :, 1:3, 1:] = 1
+        mask[..., 0] += 2
+        y = self.conv(x)
+        top = y[:, :3]
+        top.mul_(2)
+        top[:, 1].add_(x[:, 0])
+        y.view(x.shape[0], -1)[:, ::2].mul_(0.5)
+        y[:, 4:].copy_(y[:, :4] * 0.5)
+        y.transpose(2, 3)[:, :, 0] = 7.0
+        return y * mask + top.sum(1, keepdim=True)
+
+
+class Positions(nn.Module):
+    """Constants that are made in forward, from nothing and from shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(3, dtype=x.dtype)[:, None] * torch.linspace(0.1, 1, 2)
+        table = torch.cat([angles.sin(), angles.cos()], 1).flatten()[:6].to(x.dtype)
+        rows = torch.arange(x.shape[2]).view(-1, 1).float()  # another type than the model
+        return x * self.linear(table[None])[..., None, None] + torch.sin(rows)
+
+
+class TransposedGradient(nn.Module):
+    """The gradient of a norm arrives transposed: torch's kernel is wrong for one sample then."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 8, 3, 2, 1), norm, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return y + self.linear(y)
+
+
+class BatchSize(nn.Module):
+    """Numbers made of the batch size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 / x.shape[0]) + x.new_full((x.shape[0], 1, 1, 1), 0.5 * x.shape[0])
+
+
 OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv": (nn.Conv2d(6, 8, 3, padding=1), (5, 6, 11, 9)),
     "conv stride 2": (nn.Conv2d(6, 9, 3, 2, padding=1), (5, 6, 11, 9)),
@@ -218,4 +326,20 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "computed weight": (WeightStandardised(), (3, 4, 6, 5)),
     "several outputs": (Heads(), (5, 3, 8, 7)),
     "frozen parameters": (FrozenStem(), (3, 3, 8, 7)),
+    "mask": (Mask(), (3, 8, 5, 4)),
+    "indices": (Indices(), (3, 8, 5, 4)),
+    "scalars": (Scalars(), (3, 8, 5, 4)),
+    "noise": (Noise(), (3, 8, 5, 4)),
+    "written": (Written(), (3, 8, 5, 4)),
+    "positions": (Positions(), (3, 8, 5, 4)),
+    "transposed gradient": (TransposedGradient(nn.BatchNorm2d(8)), (4, 3, 7, 6)),
+    "transposed gradient, frozen": (TransposedGradient(nn.BatchNorm2d(8).eval()), (4, 3, 7, 6)),
+    "transposed gradient, groups": (TransposedGradient(nn.GroupNorm(2, 8)), (4, 3, 7, 6)),
+    "batch size": (BatchSize(), (3, 8, 5, 4)),
+    "one sample conv": (nn.Conv2d(6, 8, 3, padding=1), (6, 11, 9)),
+    "one sample conv transpose": (nn.ConvTranspose2d(6, 8, 3, 2, 1, 1), (6, 5, 7)),
+    "one sample max pool": (nn.MaxPool2d(3, 2, 1), (4, 11, 9)),
+    "one sample adaptive max pool": (nn.AdaptiveMaxPool3d((4, 3, 2)), (4, 7, 6, 5)),
+    "one sample adaptive avg pool": (nn.AdaptiveAvgPool2d((4, 3)), (4, 7, 6)),
+    "one sample global avg pool": (nn.AdaptiveAvgPool2d(1), (4, 7, 6)),
 }

@@ -37,15 +37,74 @@ def test_in_place_operators_become_pure_and_later_readers_see_the_result() -> No
     assert graph["add"].inputs == ("relu",) and "relu_" not in str(graph["relu"].target)
 
 
-def test_writing_into_a_view_that_is_read_later_is_refused() -> None:
+def test_writing_into_a_view_gives_what_it_looks_into_a_new_value() -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = x * 2
             y[:, :1].add_(1)
             return y
 
-    with pytest.raises(CaptureError, match="writes in place"):
+    graph = capture(Net(), torch.zeros(2, 3))
+    assert graph.outputs == ("slice_scatter",)
+    assert "add" in graph["slice_scatter"].inputs
+
+
+def test_writing_through_detach_is_refused() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            y.detach().add_(1)
+            return y
+
+    with pytest.raises(CaptureError, match="writes in place into what 'detach' has made"):
         capture(Net(), torch.zeros(2, 3))
+
+
+def test_writing_into_a_part_of_a_buffer_is_refused_by_its_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(4, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.queue[1] = x.detach().mean(0)
+            return x + self.queue[0]
+
+    with pytest.raises(CaptureError, match="writes into 'queue' in its forward pass"):
+        capture(Net(), torch.zeros(2, 3))
+
+
+def test_layers_know_the_type_of_what_they_make_and_whether_it_has_dimensions() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x > 0, x.argmax(1), x.mean(), x.to(torch.float16)
+
+    graph = capture(Net(), torch.zeros(2, 3))
+    kinds = [(graph[name].dtype, graph[name].scalar) for name in graph.outputs]
+    assert kinds == [
+        (torch.bool, False),
+        (torch.int64, False),
+        (torch.float32, True),
+        (torch.float16, False),
+    ]
+
+
+def test_a_number_that_depends_on_values_is_refused() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0].sum()
+
+    with pytest.raises(CaptureError, match="only known when it runs"):
+        capture(Net(), torch.ones(2, 3))
+
+
+def test_inputs_with_another_number_of_rows_keep_it() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x @ y.T
+
+    graph = capture(Net(), torch.zeros(4, 3), torch.zeros(6, 3))
+    assert [graph[name].shape for name in graph.inputs] == [(4, 3), (6, 3)]
 
 
 def test_writing_into_a_buffer_is_refused_by_its_name() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import ANYTHING, About, Communicator
+from shardwise.formats import filling, memory_format_of
 from shardwise.transfer import Route, Slices, Transfer
 
 Wait = Callable[[], torch.Tensor]
@@ -109,17 +110,7 @@ def _new_target(route: Route, x: torch.Tensor, fill: float, additive: bool) -> t
         return y.zero_()
     covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
     held = sum(_numel(slices) for slices in covered)
-    return y if held == y.numel() else y.fill_(fill)
-
-
-def memory_format_of(x: torch.Tensor) -> torch.memory_format:
-    """The format of a tensor, so that what arrives elsewhere keeps it."""
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    if channels_last is None or x.is_contiguous():
-        return torch.contiguous_format
-    return (
-        channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
-    )
+    return y if held == y.numel() else y.fill_(filling(fill, y.dtype))
 
 
 def _numel(slices: Slices) -> int:

@@ -18,6 +18,7 @@ class Operand:
     kind: Literal["value", "param", "buffer", "constant"]
     name: str
     shape: tuple[int, ...]
+    scalar: bool = False  # without dimensions; counts as one element of one dimension
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,26 @@ class Slot:
     index: int
 
 
+@dataclass(frozen=True)
+class Like:
+    """The place of a tensor of which an ATen call reads only the shape, type and memory order."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One operator: its operands, its attributes and the tensor it produces.
 
     `dims` labels the dimensions of the output with the letters of the grid axes that may split
-    them (`c` for channels, `.` for a dimension that stays whole), e.g. "nchw".
+    them (`c` for channels, `.` for a dimension that stays whole), e.g. "nchw". A `scalar` has no
+    dimensions where the model is run as it is; between layers it is one element of one dimension,
+    of which a rank may have none.
     """
 
     name: str
@@ -44,6 +59,8 @@ class Layer:
     target: str = ""  # the ATen overload, for operators that are called as they are
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    scalar: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -54,11 +71,23 @@ class Layer:
     def params(self) -> tuple[str, ...]:
         return tuple(o.name for o in self.operands if o.kind == "param")
 
-    def call(self, tensors: list[Any], in_place: bool = False) -> Any:
-        """Runs the ATen operator, or its in-place twin, with these tensors as operands."""
-        args = fill_slots(self.args, tensors)
+    def call(
+        self, tensors: list[Any], in_place: bool = False, device: torch.device | None = None
+    ) -> Any:
+        """Runs the ATen operator, or its in-place twin, with these tensors as operands.
+
+        Scalars get back their lack of dimensions, on which the type of the result may depend.
+        """
+        tensors = [
+            tensor.reshape(()) if operand.scalar else tensor
+            for operand, tensor in zip(self.operands, tensors, strict=True)
+        ]
+        args = fill_slots(self.args, tensors, device)
         operator = _overload(self.target, in_place)
-        return operator(*args, **fill_slots(dict(self.kwargs), tensors))
+        result = operator(*args, **fill_slots(dict(self.kwargs), tensors, device))
+        if self.attrs.get("written") and result.dtype != self.dtype:
+            return result.to(self.dtype)  # what is written into a tensor takes its type
+        return result
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
@@ -74,15 +103,17 @@ def _overload(target: str, in_place: bool) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def fill_slots(template: Any, tensors: list[Any]) -> Any:
-    """The template with every Slot replaced by its tensor."""
+def fill_slots(template: Any, tensors: list[Any], device: torch.device | None = None) -> Any:
+    """The template with every Slot replaced by its tensor, and every Like by an empty one."""
     if isinstance(template, Slot):
         return tensors[template.index]
+    if isinstance(template, Like):
+        return template.empty(device or torch.device("cpu"))
     if isinstance(template, (list, tuple)):
-        filled = [fill_slots(item, tensors) for item in template]
+        filled = [fill_slots(item, tensors, device) for item in template]
         return tuple(filled) if isinstance(template, tuple) else filled
     if isinstance(template, dict):
-        return {key: fill_slots(item, tensors) for key, item in template.items()}
+        return {key: fill_slots(item, tensors, device) for key, item in template.items()}
     return template
 
 

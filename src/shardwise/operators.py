@@ -19,6 +19,7 @@ class Request:
     op: str
     tensors: tuple[Any, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
+    batch_missing: bool = False  # its first tensor is a single sample
 
 
 Args = dict[str, Any]
@@ -45,6 +46,7 @@ def _conv(args: Args, shape: Shapes) -> Request:
             "dilation": dilation,
             "groups": args["groups"],
         },
+        batch_missing=len(shape(args["input"])) == num_dims + 1,
     )
 
 
@@ -73,6 +75,7 @@ def _conv_transpose(args: Args, shape: Shapes) -> Request:
             "dilation": per_dim(args["dilation"], num_dims),
             "groups": args["groups"],
         },
+        batch_missing=len(shape(args["input"])) == num_dims + 1,
     )
 
 
@@ -105,8 +108,6 @@ def _layer_norm(args: Args, shape: Shapes) -> Request:
 
 def _pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request | None]:
     def request(args: Args, shape: Shapes) -> Request | None:
-        if len(shape(_first(args))) != num_dims + 2:
-            return None  # no batch dimension
         kernel = per_dim(args["kernel_size"], num_dims)
         attrs = {
             "kernel": kernel,
@@ -118,7 +119,8 @@ def _pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request | None]:
         if op == "avg_pool":
             attrs["count_include_pad"] = args["count_include_pad"]
             attrs["divisor"] = args.get("divisor_override")
-        return Request(op, (_first(args),), attrs)
+        missing = len(shape(_first(args))) == num_dims + 1
+        return Request(op, (_first(args),), attrs, batch_missing=missing)
 
     return request
 
@@ -126,13 +128,12 @@ def _pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request | None]:
 def _adaptive_pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request | None]:
     def request(args: Args, shape: Shapes) -> Request | None:
         x = _first(args)
-        if len(shape(x)) != num_dims + 2:
-            return None
         size = per_dim(args["output_size"], num_dims)
         if op == "adaptive_avg_pool" and set(size) == {1}:  # a mean: it can be summed in parts
-            dims = tuple(range(2, 2 + num_dims))
+            last = len(shape(x))
+            dims = tuple(range(last - num_dims, last))
             return Request("reduce", (x,), {"kind": "mean", "dims": dims, "keepdim": True})
-        return Request(op, (x,))
+        return Request(op, (x,), batch_missing=len(shape(x)) == num_dims + 1)
 
     return request
 
@@ -246,14 +247,21 @@ UNARY = """
     exp expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p
     log2 log_sigmoid logit logical_not mish nan_to_num neg reciprocal relu relu6 round rsqrt selu
     sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc to clone
-    contiguous type_as zeros_like ones_like bitwise_not detach isnan isinf
+    contiguous type_as bitwise_not detach isnan isinf isfinite
 """.split()  # noqa: SIM905 (a word list reads better)
 BINARY = """
     add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
     logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
-    bitwise_and bitwise_or bitwise_xor
+    bitwise_and bitwise_or bitwise_xor fill zero
 """.split()  # noqa: SIM905
 POINTWISE = frozenset(UNARY + BINARY)
+# What depends only on shapes, and is computed wherever it is wanted.
+MADE = frozenset(
+    """
+    zeros ones full empty arange eye linspace logspace scalar_tensor zeros_like ones_like full_like
+    empty_like new_zeros new_ones new_full new_empty tril_indices triu_indices
+    """.split()  # noqa: SIM905
+)
 
 OPERATORS: dict[str, Callable[[Args, Shapes], Request | None]] = {
     "linear": _linear,
@@ -279,6 +287,7 @@ OPERATORS: dict[str, Callable[[Args, Shapes], Request | None]] = {
     "dropout": _dropout("dropout"),
     "feature_dropout": _dropout("feature_dropout"),
     "expand": _expand,
+    "expand_as": _expand,
     "pixel_shuffle": _pixel_shuffle,
     "prelu": _prelu,
     "upsample_nearest1d": _upsample("nearest"),
@@ -288,9 +297,21 @@ OPERATORS: dict[str, Callable[[Args, Shapes], Request | None]] = {
     "upsample_bilinear2d": _upsample("linear"),
     "upsample_trilinear3d": _upsample("linear"),
 }
-for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"):
+for _name in (
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "_unsafe_view",
+    "view_as",
+    "reshape_as",
+):
     OPERATORS[_name] = _view
+ITEMS: dict[str, Callable[[Args, Shapes], Request | None]] = {}  # the first of several results
 for _n in (1, 2, 3):
+    ITEMS[f"adaptive_max_pool{_n}d"] = _adaptive_pool("adaptive_max_pool", _n)
     OPERATORS[f"conv{_n}d"] = _conv
     OPERATORS[f"conv_transpose{_n}d"] = _conv_transpose
     OPERATORS[f"max_pool{_n}d"] = _pool("max_pool", _n)

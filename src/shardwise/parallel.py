@@ -22,7 +22,8 @@ from shardwise.cluster import Cluster
 from shardwise.comm import About, Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.exchange import memory_format_of, start
+from shardwise.exchange import start
+from shardwise.formats import memory_format_of
 from shardwise.graph import LayerGraph
 from shardwise.plan import Plan
 from shardwise.program import Program, Source, to_all
@@ -183,12 +184,21 @@ class ParallelModel(SplitModel):
                 start(to_all(layouts[name]), y, state.comm, About(f"{name} to all"))
                 for name, y in values.items()
             ]
-            values = {name: wait() for name, wait in zip(values, full, strict=True)}
+            values = {
+                name: self._shaped(program, name, wait())
+                for name, wait in zip(values, full, strict=True)
+            }
         if state.output == "full" and state.comm.size > 1:
             # One memory format on all ranks, so that their losses agree to the bit.
             values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
         outputs = [values[name] for name in program.outputs]
         return tuple(y.float() if y.dtype == state.precision else y for y in outputs)
+
+    @staticmethod
+    def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:
+        """A whole output as the model returns it: a scalar, or nothing, has its own shape."""
+        shape = () if name in program.scalars else program.layouts[name].shape
+        return y.reshape(shape) if y.ndim != len(shape) or not y.numel() else y
 
     def _backward(self, runtime: Runtime, gradients: tuple[Any, ...]) -> list[Any]:
         """Every rank has the gradient of the whole output and takes its own part: no sum."""
@@ -199,7 +209,7 @@ class ParallelModel(SplitModel):
                 continue
             if state.output == "full":
                 whole = Box.whole(program.layouts[name].shape)
-                gradient = gradient[program.boxes[name].slices_in(whole)]
+                gradient = gradient.reshape(whole.shape)[program.boxes[name].slices_in(whole)]
             parts[name] = parts[name] + gradient if name in parts else gradient
         self._wait_for_sums()  # of a step before, whose buffers are used again
         if state.settle is not None and state.choice.engine.wait == "use":

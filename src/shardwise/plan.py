@@ -256,7 +256,7 @@ def random_config(layer: Layer, world: int, generator: random.Random) -> Config:
     limits = strategy.axes(layer)
     degrees, room = {}, generator.randint(1, world)
     for axis in generator.sample(list(limits), len(limits)):
-        limit = room if axis == "n" else min(room, limits[axis])
+        limit = room if axis == "n" else min(room, max(limits[axis], 1))
         degrees[axis] = generator.randint(1, limit)
         room //= degrees[axis]
     if strategy.joint_channels and "f" in limits:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from shardwise.box import Box
 from shardwise.errors import PlanError
@@ -90,6 +91,8 @@ class Program:
     params: dict[str, Layout]  # where the blocks of stored tensors lie
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    dtypes: dict[str, torch.dtype]  # of every value
+    scalars: frozenset[str]  # outputs without dimensions, which are one element until returned
     frees: tuple[tuple[str, ...], ...]  # values that no step after this one reads
     differentiable: frozenset[str]  # values that depend on what is trained
     gathered: frozenset[str]  # parameters whose gradient every rank computes whole
@@ -123,15 +126,19 @@ def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
     """Where the blocks of every parameter and buffer lie.
 
     Blocks are those that the layers need. A tensor that is needed in overlapping parts (shared by
-    layers with different configs, say) is kept whole on all ranks that use any of it.
+    layers with different configs, say) is kept whole on all ranks that use any of it. A scalar has
+    no block that could be empty, so every rank keeps it.
     """
     uses: dict[str, list[Layout]] = {}
+    scalars = {o.name for layer in graph.layers for o in layer.operands if o.scalar}
     for _, name, layout in _stored_needs(graph, plan):
         uses.setdefault(name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
-        if all(layout == first for layout in needed) and first.is_segmented:
+        if name in scalars:
+            layouts[name] = Layout.replicated(first.shape, plan.world)
+        elif all(layout == first for layout in needed) and first.is_segmented:
             layouts[name] = first
         else:
             users = np.any([layout.numels > 0 for layout in needed], axis=0)
@@ -188,6 +195,7 @@ class _Compiler:
         self.whole_inputs = whole_inputs
         self.params = param_layouts(graph, plan)
         self.layouts: dict[str, Layout] = {}
+        self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
         self.moves: dict[str, Move | Cut] = {}  # by target
         self.gathered: dict[tuple[str, Need], str] = {}
         self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
@@ -212,6 +220,8 @@ class _Compiler:
             params=self.params,
             inputs=self.graph.inputs,
             outputs=outputs,
+            dtypes=self.dtypes,
+            scalars=frozenset(name for name in outputs if self.graph[name].scalar),
             frees=_frees(forward, outputs),
             differentiable=frozenset(self.differentiable),
             gathered=self._gathered_params(ops),
@@ -245,7 +255,7 @@ class _Compiler:
         if self._trains(operands) or any(s.name in self.differentiable for s in operands):
             self.differentiable |= {layer.name, result}
         if partial is not None:
-            self.layouts[result] = partial
+            self.layouts[result], self.dtypes[result] = partial, layer.dtype
             self.moves[layer.name] = Move(result, layer.name, Transfer(partial, layout))
             layout = partial
         sums = strategy.sums(split)
@@ -256,7 +266,8 @@ class _Compiler:
         joins = (box is not None and not box.empty) or any(
             g.target.numels[self.rank] for g in gathers
         )
-        active = not local.output.empty or strategy.draws or joins
+        draws = strategy.draws or layer.attrs.get("draws", False)
+        active = not local.output.empty or draws or joins
         return Op(strategy, local, operands, result, active, total, gathers)
 
     def _trains(self, operands: tuple[Source, ...]) -> bool:
@@ -277,7 +288,7 @@ class _Compiler:
         if key not in self.gathered:
             target = f"{name}>{sum(source == name for source, _ in self.gathered)}"
             self.gathered[key] = target
-            self.layouts[target] = need.layout
+            self.layouts[target], self.dtypes[target] = need.layout, self.dtypes[name]
             self.moves[target] = Cut(name, target, need) if cut else Move(name, target, transfer)
             if name in self.differentiable:
                 self.differentiable.add(target)

@@ -14,6 +14,7 @@ from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.comm.timeline import Timeline
 from shardwise.exchange import Wait, carry, start
+from shardwise.formats import filling
 from shardwise.gradients import GradientSums
 from shardwise.program import Cut, Move, Op, Program, Run, Source
 from shardwise.strategies import Gradients, Local
@@ -49,21 +50,23 @@ class Bound:
     modules: Mapping[str, Any]
     # Gradients of some parameters that are computed when they are due: names, and how.
     late: list[tuple[list[str], Gradients]] = field(default_factory=list)
-    _shares: dict[str, Local] = field(default_factory=dict)
+    _shares: dict[tuple[str, Any], Local] = field(default_factory=dict)
 
-    def share(self, op: Op) -> Local:
+    def share(self, op: Op, device: torch.device | None) -> Local:
         """The op's share, with the communication and the module that it may ask for."""
-        if op.result not in self._shares:
+        key = op.result, device
+        if key not in self._shares:
             name, late = op.local.layer.name, self.late
             params = [source.name for source in op.operands if source.kind == "param"]
-            self._shares[op.result] = replace(
+            self._shares[key] = replace(
                 op.local,
+                device=device,
                 module=self.modules.get(op.local.attrs.get("module", None)),
                 sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
                 gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
                 later=lambda gradients: late.append((params, gradients)),
             )
-        return self._shares[op.result]
+        return self._shares[key]
 
 
 def _gather(transfer: Transfer, comm: Communicator, name: str) -> Callable[[torch.Tensor], Wait]:
@@ -86,6 +89,7 @@ class Runtime:
     lookup: Lookup
     precision: torch.dtype | None = None  # of all values between layers, if not the parameters'
     watch: Watch | None = None  # is shown the output of every layer
+    device: torch.device | None = None  # of the inputs
     tapes: dict[int, Tape] = field(default_factory=dict)  # by position of the block
 
     @property
@@ -100,6 +104,7 @@ class Runtime:
 
     def forward(self, inputs: Tensors, record: bool) -> Tensors:
         """This rank's part of every output."""
+        self.device = next(iter(inputs.values())).device
         values: dict[str, Any] = {name: self._lowered(x) for name, x in inputs.items()}
         pending: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -142,10 +147,10 @@ class Runtime:
         return {name: y.detach() for name, y in outputs.items()}
 
     def _compute(self, run: Run, values: Tensors) -> Tensors:
-        like, timeline = next(iter(values.values()), None), self.comm.timeline
+        timeline = self.comm.timeline
         for op in run.ops:
             timeline.switch(op.local.layer.name, "forward")
-            values[op.result] = y = self._op(op, values, like)
+            values[op.result] = y = self._op(op, values)
             if self.watch is not None:
                 self.watch(op.local.layer.name, y)
             if timeline.on and y.requires_grad:
@@ -153,24 +158,41 @@ class Runtime:
         timeline.switch()
         return values
 
-    def _op(self, op: Op, values: Tensors, like: torch.Tensor | None) -> torch.Tensor:
+    def _op(self, op: Op, values: Tensors) -> torch.Tensor:
         tensors = [
             values[source.name] if source.kind == "value" else self.lookup(source)
             for source in op.operands
         ]
-        if op.active:
-            if self.precision is None:
-                return op.strategy.run(self.bound.share(op), tensors)
-            layer = op.local.layer
+        layer = op.local.layer
+        if not op.active:
+            return self._nothing(op, tensors)
+        for index, operand in enumerate(layer.operands):
+            if 0 in operand.shape:  # nobody has any of it; boxes of nothing have no shape
+                tensors[index] = tensors[index].reshape(operand.shape)
+        if self.precision is not None:
             sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
             dtype = torch.float32 if sensitive else self.precision
             tensors = [_as_real(tensor, dtype) for tensor in tensors]
-            return self._lowered(op.strategy.run(self.bound.share(op), tensors))
-        # Nothing, but made of the operands: a norm before this layer still sums its statistics in
-        # backward, on ranks without samples too.
+        y = op.strategy.run(self.bound.share(op, self.device), tensors)
+        return self._lowered(y if y.ndim else y.reshape(1))
+
+    def _nothing(self, op: Op, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The result of a layer of which this rank has no part.
+
+        It is made of the operands: a norm before this layer still sums its statistics in backward,
+        on ranks without samples too.
+        """
+        dtype, shape = self._dtype(op.result), op.local.output.shape
         operands = [t for s, t in zip(op.operands, tensors, strict=True) if s.kind == "value"]
-        parts = [t.reshape(-1)[:0] for t in operands or tensors or [like] if t is not None]
-        return self._lowered(torch.cat(parts)).reshape(op.local.output.shape)
+        parts = [t.reshape(-1)[:0].to(dtype) for t in operands or tensors if t.requires_grad]
+        if not parts or not (dtype.is_floating_point or dtype.is_complex):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.cat(parts).reshape(shape)
+
+    def _dtype(self, value: str) -> torch.dtype:
+        """The type of a value, as it is kept between layers."""
+        dtype = self.program.dtypes[value]
+        return self.precision if self.precision and dtype.is_floating_point else dtype
 
     def _lowered(self, x: torch.Tensor) -> torch.Tensor:
         """As values between layers are kept."""
@@ -191,13 +213,13 @@ class Runtime:
                 sums.late.entries += self.bound.late
                 self.bound.late.clear()
             elif isinstance(step, Move):
-                gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
+                gradient = flow.take(step.target, self._zeros(step.target))
                 back = start(
                     step.transfer.transpose, gradient, self.comm, About(f"{step.source} gradient")
                 )
                 flow.add_later(step.source, back)
             else:
-                gradient = flow.take(step.target, self._zeros(step.target, flow, gradients))
+                gradient = flow.take(step.target, self._zeros(step.target))
                 self._uncut(step, gradient, whole)
         self.tapes.clear()
         inputs = {name: flow.take(name, None) for name in self.program.inputs}
@@ -229,10 +251,9 @@ class Runtime:
                 sums.add(name, gradient)
         self.comm.timeline.switch()
 
-    def _zeros(self, name: str, flow: _Flow, gradients: Tensors) -> Callable[[], torch.Tensor]:
-        like = next(iter(gradients.values()))
-        shape = self.program.boxes[name].shape
-        return lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
+    def _zeros(self, name: str) -> Callable[[], torch.Tensor]:
+        shape, dtype = self.program.boxes[name].shape, self._dtype(name)
+        return lambda: torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _uncut(self, step: Cut, gradient: torch.Tensor, whole: Tensors) -> None:
         """The gradient of a part goes back to its place in the whole input."""
@@ -278,7 +299,8 @@ def _as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _leaf(x: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
     x = x.detach()
-    return x.requires_grad_() if needs_gradient and x.is_floating_point() else x
+    can_have_one = x.is_floating_point() or x.is_complex()
+    return x.requires_grad_() if needs_gradient and can_have_one else x
 
 
 def cut(x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
@@ -289,7 +311,7 @@ def cut(x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
     inside = whole.intersect(box)
     if inside == box:
         return x if box == whole else x[box.slices_in(whole)]
-    y = x.new_full(box.shape, fill)
+    y = x.new_full(box.shape, filling(fill, x.dtype))
     if not inside.empty:
         y[inside.slices_in(box)] = x[inside.slices_in(whole)]
     return y

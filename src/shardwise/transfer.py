@@ -146,9 +146,25 @@ def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
     dense = np.count_nonzero(among) == len(members) * (len(members) - 1)
     if same_source and same_target and (sources == targets).all():
         return "all_reduce"
-    if same_target and equal_sources and dense and _disjoint(transfer.source, members):
+    # Whole blocks only: what a peer crops out of another's block goes by messages.
+    given, got = transfer.source.numels[members], transfer.target.numels[members]
+    sends_all = (among.max(axis=1) == given).all()
+    takes_all = (among.max(axis=0) == got).all()
+    if (
+        same_target
+        and equal_sources
+        and dense
+        and sends_all
+        and _disjoint(transfer.source, members)
+    ):
         return "all_gather"
-    if same_source and equal_targets and dense and _disjoint(transfer.target, members):
+    if (
+        same_source
+        and equal_targets
+        and dense
+        and takes_all
+        and _disjoint(transfer.target, members)
+    ):
         return "reduce_scatter"
     return "all_to_all" if dense and len(members) > 2 else "messages"
 

@@ -183,6 +183,7 @@ class Local:
     module: Any = None
     in_place: bool = False  # the first operand is read by nobody else and may be overwritten
     moved: bool = False  # others read a moved copy of the output, so nobody keeps the output itself
+    device: torch.device | None = None  # where tensors that are made here belong
 
     @property
     def attrs(self) -> Any:

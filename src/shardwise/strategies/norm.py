@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ShardwiseError
+from shardwise.formats import memory_format_of
 from shardwise.layout import Layout, Ranges
 from shardwise.strategies.base import Local, Need, Split, Strategy
 from shardwise.strategies.pointwise import is_active
@@ -119,6 +120,8 @@ class NormalizeChannels(torch.autograd.Function):
         if weight is None:
             scale = torch.ones_like(mean)
         if x.numel():
+            memory_format = memory_format_of(x)
+            x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
             saved = mean, rstd.to(x.dtype)  # which GPUs ask for, some of them to no purpose
             args = (mean, var, *saved, False, ctx.eps, [True, True, True])
             dx, dw, db = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *args)
@@ -131,6 +134,17 @@ class NormalizeChannels(torch.autograd.Function):
         shape = [1, -1, *[1] * (x.ndim - 2)]
         dx.addcmul_(x, slope.to(x.dtype).view(shape)).add_(offset.to(x.dtype).view(shape))
         return dx, dw if weight is not None else None, db if ctx.bias else None, None, None, None
+
+
+def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A stock batch norm of one sample, whose backward pass gets a gradient that lies like x.
+
+    Of one that lies otherwise, transposed say, torch's CPU kernel makes wrong ones (torch 2.13).
+    """
+    if y.requires_grad and x.shape[0] == 1:
+        memory_format = memory_format_of(x)
+        y.register_hook(lambda gradient: gradient.contiguous(memory_format=memory_format))
+    return y
 
 
 class Norm(Strategy):
@@ -187,9 +201,10 @@ class BatchNorm(Norm):
         if not training and x.numel() == 0:
             return x
         if not training or local.sums is None:
-            return functional.batch_norm(
+            y = functional.batch_norm(
                 x, mean, var, weight, bias, training, momentum, local.attrs["eps"]
             )
+            return _with_dense_gradient(y, x)
         if x.numel() == 0:  # no samples here, yet the statistics of this rank's channels move on
             x = x.reshape(0, local.sums.shape[2], *[1] * (x.ndim - 2))
         args = (count, local.attrs["eps"], local.sum)

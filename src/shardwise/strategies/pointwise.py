@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwise.box import Box
 from shardwise.graph import Layer
 from shardwise.layout import Layout
-from shardwise.strategies.base import Local, Need, Split, Strategy, broadcast
+from shardwise.strategies.base import Local, Need, Split, Strategy, broadcast, narrow
 
 
 class Input(Strategy):
@@ -37,8 +38,7 @@ class Pointwise(Strategy):
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         if local.moved and local.attrs["called"] == "relu":
             return SignReLU.apply(*tensors)  # type: ignore[return-value]
-        result = local.layer.call(tensors, local.in_place)
-        return result if result.ndim else result.reshape(1)
+        return local.layer.call(tensors, local.in_place)
 
 
 class SignReLU(torch.autograd.Function):
@@ -127,14 +127,34 @@ def is_active(local: Local) -> bool:
     return local.attrs["always"] or local.module.training
 
 
+class Made(Strategy):
+    """A tensor that depends only on shapes and perhaps on random numbers.
+
+    Every rank makes all of it, as one device would, and keeps its own part: nothing is sent, and
+    generators of random numbers stay in step.
+    """
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        return ()
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        made = local.layer.call([], device=local.device).reshape(local.layer.shape)
+        return narrow(made, Box.whole(local.layer.shape), local.output)
+
+
 class Opaque(Strategy):
-    """An operator with no strategy: it runs whole, on one worker."""
+    """An operator with no strategy: it runs whole, on one worker.
+
+    One that uses random numbers runs on all, so that generators stay in step; the others forget
+    what came of it.
+    """
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}
 
     def needs(self, split: Split) -> tuple[Need, ...]:
-        ranks = split.config.ranks
+        everybody = split.layer.attrs.get("draws", False)
+        ranks = range(split.world) if everybody else split.config.ranks
         return tuple(Need(Layout.on(o.shape, split.world, ranks)) for o in split.layer.operands)
 
     def output(self, split: Split) -> Layout:
@@ -143,4 +163,5 @@ class Opaque(Strategy):
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         result = local.layer.call(tensors)
         item = local.attrs["item"]
-        return (result if item is None else result[item]).reshape(local.layer.shape)
+        y = (result if item is None else result[item]).reshape(local.layer.shape)
+        return y.reshape(-1)[:0].reshape(local.output.shape) if local.output.empty else y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch.nn import functional
@@ -81,8 +83,7 @@ def taps(layer: Layer, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if attrs["scales"]:
         scale = 1.0 / attrs["scales"][dim - 2]
     if attrs["mode"] == "nearest":
-        scaled = index.astype(np.float32) * np.float32(scale)  # as torch rounds
-        low = np.minimum(scaled.astype(np.int64), size - 1)
+        low = _nearest(size, outputs, attrs["scales"] and attrs["scales"][dim - 2], layer.dtype)
         return low, low, np.zeros(outputs)
     if attrs["align_corners"]:
         position = index * ((size - 1) / (outputs - 1) if outputs > 1 else 0.0)
@@ -91,3 +92,12 @@ def taps(layer: Layer, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     low = np.minimum(position.astype(np.int64), size - 1)
     high = np.minimum(low + 1, size - 1)
     return low, high, position - low
+
+
+@lru_cache(maxsize=256)
+def _nearest(size: int, outputs: int, scale: float | None, dtype: torch.dtype) -> np.ndarray:
+    """The row that torch picks for every output: its rounding depends on the type of numbers."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = torch.arange(size, dtype=exact).view(1, 1, -1)
+    wanted = None if scale else outputs
+    return functional.interpolate(rows, wanted, scale, "nearest").flatten().long().numpy()

@@ -1,0 +1,406 @@
+"""From the nodes of an exported program to the layers of a LayerGraph, for one batch size."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from shardwise.dims import default_dims, label_dims
+from shardwise.errors import CaptureError
+from shardwise.functional import aten_name, is_counter, is_in_place, named_args
+from shardwise.graph import Layer, LayerGraph, Like, Operand, Slot
+from shardwise.operators import ITEMS, MADE, OPERATORS, POINTWISE, Request
+
+if TYPE_CHECKING:
+    from shardwise.capture import Captured
+
+AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
+
+
+class Builder:
+    """Walks the exported nodes once and makes the layers for one batch size."""
+
+    def __init__(self, captured: Captured, batch: int) -> None:
+        self.captured = captured
+        self.batch = batch
+        self.layers: dict[str, Layer] = {}
+        self.values: dict[fx.Node, Operand] = {}  # what a tensor node stands for
+
+    def build(self) -> LayerGraph:
+        outputs: list[str] = []
+        for node in self.captured._nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                outputs = [self._returned(arg) for arg in pytree.tree_leaves(node.args[0])]
+        inputs = tuple(self.values[n].name for n in self.captured._user_inputs)
+        return LayerGraph(
+            layers=tuple(self.layers.values()),
+            inputs=inputs,
+            outputs=tuple(outputs),
+            batch=self.batch,
+            training=self.captured.training,
+            output_spec=self.captured.output_spec,
+            constants=self.captured.constants,
+            batch_is_free=self.captured.batch_is_free,
+        )
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> None:
+        shape = self._shape(node.meta["val"])
+        if node.name in self.captured._names:
+            kind, name = self.captured._names[node.name]
+            scalar = node.meta["val"].ndim == 0
+            self.values[node] = Operand(kind, name, shape, scalar)  # type: ignore[arg-type]
+        else:
+            self._add(node, Request("input", ()), name=node.name, shape=shape)
+
+    def _call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            self._item(node)
+        elif isinstance(value, torch.Tensor):
+            if not self._counts(node):
+                self._tensor(node)
+        elif value is None and node.users:
+            raise CaptureError(
+                f"operator {node.target} of {self._path(node)!r} has no known result"
+            )
+
+    def _tensor(self, node: fx.Node) -> None:
+        name = aten_name(node)
+        args = self._named_args(node)
+        if name in ("alias", "lift_fresh_copy"):
+            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+        elif name == "select":
+            self._select(node, args["self"], args["dim"], args["index"])
+        else:
+            self._fulfil(node, self._request(node, name, args))
+
+    def _fulfil(self, node: fx.Node, request: Request | None) -> None:
+        """The layer of a request, or the layers of one that is done in several steps."""
+        if request is not None and request.op == "pad" and request.attrs["mode"] != "constant":
+            self._edge_pad(node, request)
+        elif request is not None and request.batch_missing:
+            self._one_sample(node, request)
+        else:
+            self._add(node, request)
+
+    def _one_sample(self, node: fx.Node, request: Request) -> None:
+        """An operator on a tensor without samples: that tensor as the only sample."""
+        x = self._operand(request.tensors[0])
+        assert x is not None
+        given, shape = (1, *x.shape), self._shape(node.meta["val"])
+        lifted = self._add(node, Request("view", (x,)), shape=given)
+        tensors = (lifted, *request.tensors[1:])
+        result = self._add(node, replace(request, tensors=tensors), shape=(1, *shape))
+        self._add(node, Request("view", (result,)), shape=shape)
+
+    def _edge_pad(self, node: fx.Node, request: Request) -> None:
+        """Padding with the tensor's own values, one dimension after the other."""
+        operand = self._operand(request.tensors[0])
+        assert operand is not None
+        padded = [(d, pads) for d, pads in enumerate(request.attrs["pads"]) if any(pads)]
+        for dim, pads in padded:
+            shape = list(operand.shape)
+            shape[dim] += sum(pads)
+            attrs = {"mode": request.attrs["mode"], "dim": dim, "edges": pads}
+            edge = Request("edge_pad", (operand,) * 3, attrs)
+            operand = self._add(node, edge, shape=tuple(shape))
+        self.values[node] = operand
+
+    def _item(self, node: fx.Node) -> None:
+        """One tensor of an operator that returns several."""
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        name, args = aten_name(source), self._named_args(source)
+        if name in ("chunk", "split", "split_with_sizes"):
+            dim = args["dim"] % len(self._shape(args["self"].meta["val"]))
+            parts = [self._shape(part)[dim] for part in source.meta["val"]]
+            attrs = {"dim": dim, "start": sum(parts[:index]), "step": 1}
+            self._add(node, Request("slice", (args["self"],), attrs))
+        elif name == "unbind":
+            self._select(node, args["self"], args["dim"], index)
+        elif name in ITEMS and index == 0:
+            self._fulfil(node, ITEMS[name](args, self._node_shape))
+        else:
+            self._add(node, self._opaque(source, index))
+
+    def _select(self, node: fx.Node, source: fx.Node, dim: int, index: int) -> None:
+        """One index of a dimension: a slice, then a view without that dimension."""
+        shape = self._shape(source.meta["val"])
+        dim %= len(shape)
+        attrs = {"dim": dim, "start": index % shape[dim], "step": 1}
+        cut = (*shape[:dim], 1, *shape[dim + 1 :])
+        operand = self._add(node, Request("slice", (source,), attrs), shape=cut)
+        self._add(node, Request("view", (operand,)))
+
+    def _request(self, node: fx.Node, name: str, args: dict[str, Any]) -> Request | None:
+        """The operator for an ATen call, or None where it has no strategy."""
+        if _is_made(node, name):
+            return Request("made", ())
+        if name in POINTWISE:
+            return Request("pointwise", ())
+        try:
+            return OPERATORS[name](args, self._node_shape) if name in OPERATORS else None
+        except KeyError as missing:
+            if _is_an_argument(node.target, missing.args[0]):  # of another overload
+                return None
+            raise
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        node: fx.Node,
+        request: Request | None,
+        name: str | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Operand:
+        """Makes the layer of this request and lets the node stand for its output."""
+        shape = self._shape(node.meta["val"]) if shape is None else shape
+        request = self._opaque(node, None) if request is None else request
+        called = request.attrs.get("node", node) if request.op in AS_CALLED else None
+        tensors = request.tensors if called is None else _tensor_nodes(called)
+        operands = [self._operand(tensor) for tensor in tensors]
+        attrs = self._attrs(node, request, operands)
+        values = [o for o in operands if o is not None and o.kind == "value"]
+        inputs = [(o.shape, self.layers[o.name].dims) for o in values]
+        if request.op == "made":  # only the shapes of its operands matter
+            operands = []
+        layer = Layer(
+            name=self._unique(name or self._layer_name(node, request)),
+            op=request.op,
+            operands=tuple(o for o in operands if o is not None),
+            shape=shape,
+            dims=label_dims(request.op, attrs, shape, inputs),
+            attrs=attrs,
+            dtype=node.meta["val"].dtype,
+            scalar=node.meta["val"].ndim == 0 and shape == (1,),
+            **self._call_template(called, request.op, list(tensors)),
+        )
+        self.layers[layer.name] = layer
+        operand = self.values[node] = Operand("value", layer.name, shape, layer.scalar)
+        return operand
+
+    def _attrs(
+        self, node: fx.Node, request: Request, operands: list[Operand | None]
+    ) -> dict[str, Any]:
+        """The request's attributes and what strategies need to know beyond them."""
+        attrs = {key: value for key, value in request.attrs.items() if key != "node"}
+        attrs |= self._mode_attrs(node, request)
+        attrs["present"] = tuple(o is not None for o in operands)
+        if request.op in ("pointwise", "opaque", "made"):
+            called = request.attrs.get("node", node)
+            attrs["called"] = aten_name(called)
+            attrs["written"] = is_in_place(called) and request.op != "made"
+            attrs["in_place"] = is_in_place(called) and request.op == "pointwise"
+            if _draws(called):
+                attrs["draws"] = True
+        if request.op == "reduce":
+            (x,) = operands
+            assert x is not None
+            known = x.kind == "value"
+            attrs["labels"] = self.layers[x.name].dims if known else default_dims(x.shape)
+        return attrs
+
+    def _call_template(self, called: fx.Node | None, op: str, tensors: list[Any]) -> dict[str, Any]:
+        """The ATen call with slots for its tensors, of operators that are called as they are."""
+        if called is None:
+            return {}
+        slots: dict[fx.Node, Any] = {tensor: Slot(i) for i, tensor in enumerate(tensors)}
+        if op == "made":
+            slots = {tensor: self._like(tensor) for tensor in tensors}
+
+        def template(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                filled = [template(item) for item in value]
+                return tuple(filled) if isinstance(value, tuple) else filled
+            is_tensor = isinstance(value, fx.Node) and value in slots
+            return slots[value] if is_tensor else self._int(value)
+
+        target = called.target if op == "made" else _pure(called.target)
+        args, kwargs = called.args, called.kwargs
+        if _argument_names(target) != _argument_names(called.target):  # the twin has another order
+            args, kwargs = (), named_args(called)
+        return {
+            "target": str(target),
+            "args": tuple(template(argument) for argument in args),
+            "kwargs": {key: template(argument) for key, argument in kwargs.items()},
+        }
+
+    def _like(self, node: fx.Node) -> Like:
+        value = node.meta["val"]
+        shape = tuple(self._int(size) for size in value.shape)
+        return Like(shape, self._memory_order(value), value.dtype)
+
+    def _memory_order(self, value: torch.Tensor) -> tuple[int, ...]:
+        """Dimensions from the slowest to the fastest: the order in which torch draws numbers."""
+        strides = [self._int(stride) for stride in value.stride()]
+        return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+    def _opaque(self, node: fx.Node, item: int | None) -> Request:
+        return Request("opaque", (), {"node": node, "item": item})
+
+    def _mode_attrs(self, node: fx.Node, request: Request) -> dict[str, Any]:
+        """Which module's training flag rules, and whether the operator ignores it."""
+        if request.op not in ("batch_norm", "dropout", "feature_dropout"):
+            return {}
+        args = self._named_args(node)
+        flag = args["training"] if request.op == "batch_norm" else args["train"]
+        always = bool(flag) and not self.captured.training
+        mode = {"module": self._path(node), "always": always}
+        if request.op == "batch_norm":
+            return mode | {"always": always or args["running_mean"] is None}
+        return mode | {"order": self._memory_order(args["input"].meta["val"])}
+
+    def _operand(self, value: Any) -> Operand | None:
+        if value is None or isinstance(value, Operand):
+            return value
+        if value not in self.values:
+            raise CaptureError(f"{value} is used before it is computed")
+        return self.values[value]
+
+    def _returned(self, arg: Any) -> str:
+        if not isinstance(arg, fx.Node):
+            raise CaptureError(f"the model returns {arg!r}, which is not a tensor")
+        operand = self.values[arg]
+        if operand.kind != "value":
+            raise CaptureError(f"the model returns its {operand.kind} {operand.name!r} unchanged")
+        return operand.name
+
+    # -- names, shapes, arguments --------------------------------------------------------------
+
+    def _path(self, node: fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path.split("@")[0] for path, _ in stack.values()]
+        return next((p for p in reversed(paths) if p in self.captured._modules), "")
+
+    def _layer_name(self, node: fx.Node, request: Request) -> str:
+        path = self._path(node)
+        op = aten_name(node) if node.target is not operator.getitem else request.op
+        module = self.captured._modules.get(path)
+        is_leaf = path and module is not None and not any(True for _ in module.children())
+        if is_leaf and request.op not in ("pad", "edge_pad"):
+            return path
+        return f"{path}.{op}" if path else op
+
+    def _unique(self, name: str) -> str:
+        candidate, count = name, 0
+        while candidate in self.layers:
+            count += 1
+            candidate = f"{name}_{count}"
+        return candidate
+
+    def _node_shape(self, node: fx.Node) -> tuple[int, ...]:
+        return self._shape(node.meta["val"])
+
+    def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        """The shape for this batch size; a scalar counts as one element of one dimension."""
+        return tuple(self._int(size) for size in value.shape) or (1,)
+
+    def _int(self, value: Any) -> Any:
+        """A number that may depend on the batch size, made concrete."""
+        if isinstance(value, fx.Node):
+            value = value.meta["val"]
+        for symbolic, plain in (
+            (torch.SymInt, int),
+            (torch.SymFloat, float),
+            (torch.SymBool, bool),
+        ):
+            if isinstance(value, symbolic):
+                return self._evaluated(value, plain)
+        return value
+
+    def _evaluated(self, value: Any, plain: type) -> Any:
+        expr = sympy.sympify(value.node.expr)
+        found = expr.subs({symbol: self.batch for symbol in self.captured._symbols})
+        if getattr(found, "free_symbols", None):
+            raise CaptureError(
+                f"the model depends on a number ({found}) that is only known when it runs: sizes "
+                "and branches may depend on the shapes of inputs, not on their values"
+            )
+        return plain(found)
+
+    def _named_args(self, node: fx.Node) -> dict[str, Any]:
+        """Arguments by their schema names, defaults filled in, sizes made concrete."""
+        if not hasattr(node.target, "_schema"):
+            raise CaptureError(
+                f"{self._path(node) or 'the model'!r} uses {node.target}, which is not an operator"
+            )
+        return {name: self._concrete(value) for name, value in named_args(node).items()}
+
+    def _counts(self, node: fx.Node) -> bool:
+        """The update of batch norm's counter, which the runtime makes itself."""
+        target = node.args[0] if is_in_place(node) and node.args else None
+        return is_counter(self.captured._names.get(getattr(target, "name", ""), ("", ""))[1])
+
+    def _concrete(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._concrete(item) for item in value]
+        is_tensor = isinstance(value, fx.Node) and isinstance(
+            value.meta.get("val"), (torch.Tensor, list, tuple)
+        )
+        return value if is_tensor else self._int(value)
+
+
+def _pure(target: Any) -> Any:
+    """The operator that is not in place."""
+    name = target._schema.name.split("::")[1]
+    if not name.endswith("_") or name.startswith("_"):
+        return target
+    packet = getattr(torch.ops.aten, name.rstrip("_"), None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None:
+        raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
+    return overload
+
+
+def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a call's arguments, each once, in order."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator uses random numbers."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    args = named_args(node)
+    off = args.get("train", args.get("training")) is False
+    never = 0.0 in (args.get("p", 1.0), args.get("dropout_p", 1.0), args.get("dropout", 1.0))
+    return not off and not never
+
+
+def _is_made(node: fx.Node, name: str) -> bool:
+    """Whether the result depends on nothing but shapes and, perhaps, random numbers."""
+    tensors = _tensor_nodes(node)
+    if name in MADE:
+        return len(tensors) <= (0 if name in ("full", "scalar_tensor") else 1)
+    if not _draws(node):
+        return False
+    overwrites = is_in_place(node) or name.endswith("_like") or node.target is _BERNOULLI
+    return len(tensors) <= overwrites
+
+
+_BERNOULLI = torch.ops.aten.bernoulli.p
+
+
+def _argument_names(target: Any) -> list[str]:
+    return [argument.name for argument in target._schema.arguments]
+
+
+def _is_an_argument(target: Any, name: str) -> bool:
+    """Whether any overload of an operator has such an argument."""
+    packet = getattr(target, "overloadpacket", None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return any(name == a.name for each in overloads for a in each._schema.arguments)

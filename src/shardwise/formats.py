@@ -1,0 +1,24 @@
+"""How tensors lie in memory, and what stands outside of them."""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+
+
+def memory_format_of(x: torch.Tensor) -> torch.memory_format:
+    """The format of a tensor, so that what arrives elsewhere keeps it."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if channels_last is None or x.is_contiguous():
+        return torch.contiguous_format
+    return (
+        channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
+    )
+
+
+def filling(fill: float, dtype: torch.dtype) -> float:
+    """What stands for a number outside a tensor of this type: the least of whole ones for -inf."""
+    if fill == -inf and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.iinfo(dtype).min
+    return fill
