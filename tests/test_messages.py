@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from exactness import seeded, seeded_input
 from operators import OPERATORS
@@ -32,7 +33,7 @@ def _record(
         model = parallelize(module, plan, comm=comm, graphs=lambda training, batch: graph)
         comm.sent.clear()
         y = model(x)
-        y = sum(t.sum() for t in y.values()) if isinstance(y, dict) else y.sum()
+        y = sum(t.sum() for t in pytree.tree_leaves(y))
         forward = list(comm.sent)
         comm.sent.clear()
         y.backward()
@@ -43,26 +44,26 @@ def _record(
 def declared(program: Program, rank: int) -> tuple[Counter, Counter]:
     """The messages the layouts of the strategies imply, for this rank."""
 
-    def messages(elements: np.ndarray) -> Counter:
-        return Counter(int(n) * BYTES for n in elements[rank] if n)
+    def messages(elements: np.ndarray, value: str) -> Counter:
+        return Counter(int(n) * program.dtypes[value].itemsize for n in elements[rank] if n)
 
     forward, backward = Counter(), Counter()
     for step in program.forward:
         if isinstance(step, Move):
-            forward += messages(step.transfer.messages)
+            forward += messages(step.transfer.messages, step.source)
         elif isinstance(step, Run):
             for op in step.ops:
                 if op.sums is not None:
                     forward += sums(op.sums, rank)
     for step in program.backward:
         if isinstance(step, Move):
-            backward += messages(step.transfer.messages.T)
+            backward += messages(step.transfer.messages.T, step.source)
         elif isinstance(step, Run):
             for op in step.ops:
                 if op.sums is not None:
                     backward += sums(op.sums, rank)
     for name in program.outputs:
-        forward += messages(to_all(program.layouts[name]).messages)
+        forward += messages(to_all(program.layouts[name]).messages, name)
     return forward, backward
 
 

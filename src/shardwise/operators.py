@@ -252,7 +252,7 @@ UNARY = """
 BINARY = """
     add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
     logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
-    bitwise_and bitwise_or bitwise_xor fill zero
+    bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ fill zero
 """.split()  # noqa: SIM905
 POINTWISE = frozenset(UNARY + BINARY)
 # What depends only on shapes, and is computed wherever it is wanted.

@@ -43,6 +43,7 @@ class Op:
     active: bool  # whether this rank has anything to do
     sums: Transfer | None = None  # of the statistics inside the layer
     gathers: tuple[Transfer, ...] = ()  # for the gradient of the weights
+    without: tuple[int, ...] = ()  # operands that have no elements at all
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,8 @@ class _Compiler:
         )
         result = layer.name if partial is None else f"{layer.name}~"
         layout = self.layouts[layer.name] = strategy.output(split)
-        if self._trains(operands) or any(s.name in self.differentiable for s in operands):
+        depends = self._trains(operands) or any(s.name in self.differentiable for s in operands)
+        if depends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
             self.differentiable |= {layer.name, result}
         if partial is not None:
             self.layouts[result], self.dtypes[result] = partial, layer.dtype
@@ -268,7 +270,8 @@ class _Compiler:
         )
         draws = strategy.draws or layer.attrs.get("draws", False)
         active = not local.output.empty or draws or joins
-        return Op(strategy, local, operands, result, active, total, gathers)
+        without = tuple(i for i, operand in enumerate(layer.operands) if 0 in operand.shape)
+        return Op(strategy, local, operands, result, active, total, gathers, without)
 
     def _trains(self, operands: tuple[Source, ...]) -> bool:
         return any(s.kind == "param" and s.name in self.trainable for s in operands)

@@ -166,9 +166,8 @@ class Runtime:
         layer = op.local.layer
         if not op.active:
             return self._nothing(op, tensors)
-        for index, operand in enumerate(layer.operands):
-            if 0 in operand.shape:  # nobody has any of it; boxes of nothing have no shape
-                tensors[index] = tensors[index].reshape(operand.shape)
+        for index in op.without:  # boxes of nothing have no shape
+            tensors[index] = tensors[index].reshape(layer.operands[index].shape)
         if self.precision is not None:
             sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
             dtype = torch.float32 if sensitive else self.precision
