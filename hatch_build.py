@@ -1,7 +1,7 @@
 """Compiles native/ while the package is built; without a C++ compiler the package goes without.
 
-`python hatch_build.py` does the same in place, for work on the kernels; `--sanitize FOLDER` builds
-one library with AddressSanitizer there.
+`python hatch_build.py` does the same in place, for work on the kernels; `--sanitize FOLDER ISA`
+builds the library of one instruction set with AddressSanitizer there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ X86 = {
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
-    wide = X86 if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {**wide, "portable": ()}
+    """A compiler may be set up for wide instructions, so `portable` says that it is not."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return {**X86, "portable": ("-march=x86-64",)}
+    return {"portable": ()}
 
 
 def compiler() -> str | None:
@@ -65,9 +67,9 @@ def build(sets: dict[str, tuple[str, ...]] | None = None, folder: Path = TARGET)
         return [path for job in jobs if (path := job.result()) is not None]
 
 
-def sanitized() -> dict[str, tuple[str, ...]]:
-    name, flags = next(iter(instruction_sets().items()))
-    return {f"{name}_asan": ("-O1", "-g", "-fsanitize=address", *flags)}
+def sanitized(isa: str) -> dict[str, tuple[str, ...]]:
+    """-Og compiles in a third of the time that -O1 takes."""
+    return {f"{isa}_asan": ("-Og", "-g1", "-fsanitize=address", *instruction_sets()[isa])}
 
 
 try:
@@ -93,5 +95,5 @@ else:
 
 if __name__ == "__main__":
     sanitize = sys.argv[1:2] == ["--sanitize"]
-    made = build(sanitized(), Path(sys.argv[2])) if sanitize else build()
+    made = build(sanitized(sys.argv[3]), Path(sys.argv[2])) if sanitize else build()
     print("\n".join(map(str, made)))

@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 import shardwise
+from kept_columns import KeptColumns
 from results import Results, goal
 from shardwise import zoo
 from shardwise.accelerate import TunedConv2d, convolutions
 from shardwise.kernels import library, run, tuner
-from shardwise.kernels.base import KeptColumns
 from shardwise.kernels.run import Choice
 from shardwise.stored import copy_structure
 

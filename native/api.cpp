@@ -1,6 +1,4 @@
 // The plain C interface: raw pointers, no exceptions, a status for every call.
-#include <new>
-
 #include "columns.hpp"
 #include "depthwise.hpp"
 #include "direct.hpp"
@@ -10,7 +8,6 @@
 namespace shardwise {
 
 enum Direction { forward, backward_data, backward_filter };
-enum Status { done, unsupported, no_memory };
 
 template <class T> using Kernel = void (*)(const Problem&, Tensors<T>, Scratch&);
 
@@ -76,7 +73,8 @@ template <> Kernel<double> find<double>(const Entry& entry, int direction) {
     return entry.both[direction];
 }
 
-template <class T> i64 measure(const Entry& entry, int direction, const Problem& g, const void* columns = nullptr) {
+template <class T>
+i64 measure(const Entry& entry, int direction, const Problem& g, const void* columns = nullptr) {
     const Kernel<T> kernel = find<T>(entry, direction);
     if (!kernel || !entry.takes(g, direction)) return -1;
     Scratch scratch(nullptr);
@@ -88,20 +86,26 @@ template <class T> i64 measure(const Entry& entry, int direction, const Problem&
 
 template <class T>
 int run(const Entry& entry, int direction, const Problem& g, const void* x, const void* w,
-        const void* y, const void* bias, void* out, const void* columns, bool keep) try {
+        const void* y, const void* bias, void* out, const void* columns, bool keep) {
     const i64 bytes = measure<T>(entry, direction, g, columns);
     if (bytes < 0) return unsupported;
-    const Arena::Block block = arena().take((std::size_t)bytes + 64, keep);
-    if (!block.data) return no_memory;
-    Scratch scratch(block.data);
+    const Lease block(arena(), (std::size_t)bytes + 64, keep);
+    if (!block.data()) return no_memory;
+    Scratch scratch(block.data());
     const Tensors<T> tensors{static_cast<const T*>(x), static_cast<const T*>(w),
                              static_cast<const T*>(y), static_cast<const T*>(bias),
                              static_cast<T*>(out), static_cast<const T*>(columns)};
     find<T>(entry, direction)(g, tensors, scratch);
-    arena().give_back(block, keep);
     return done;
-} catch (const std::bad_alloc&) {
-    return no_memory;
+}
+
+// work(zero) with a zero of the precision asked for.
+template <class Work> int in_precision(int is_double, Work work) {
+    return guarded([&] {
+        if (is_double) work(0.0);
+        else work(0.0f);
+        return done;
+    });
 }
 
 }  // namespace shardwise
@@ -116,63 +120,76 @@ EXPORT const char* sw_kernel_name(int kernel) {
 
 EXPORT const char* sw_cpu() { return blocks.cpu; }
 
+// Counts the changes of this interface: Python does not use a library that was built for another.
+EXPORT int sw_interface() { return 2; }
+
 // Bytes of workspace, or -1 where the kernel does not take this problem.
 EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem* g) {
     const Entry& entry = entries[kernel];
-    return is_double ? measure<double>(entry, direction, *g) : measure<float>(entry, direction, *g);
+    i64 bytes = -1;
+    guarded([&] {
+        bytes = is_double ? measure<double>(entry, direction, *g)
+                          : measure<float>(entry, direction, *g);
+        return done;
+    });
+    return bytes;
 }
 
 EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, const void* x,
                   const void* w, const void* y, const void* bias, void* out, const void* columns,
                   int keep) {
     const Entry& entry = entries[kernel];
-    return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, columns, keep)
-                     : run<float>(entry, direction, *g, x, w, y, bias, out, columns, keep);
+    return guarded([&] {
+        return is_double ? run<double>(entry, direction, *g, x, w, y, bias, out, columns, keep)
+                         : run<float>(entry, direction, *g, x, w, y, bias, out, columns, keep);
+    });
 }
 
 // The im2col matrix of a convolution of one group: [c, r, s][pixel], or [pixel][r, s, c].
-EXPORT void sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
-    if (is_double) im2col(*g, static_cast<const double*>(x), static_cast<double*>(columns));
-    else im2col(*g, static_cast<const float*>(x), static_cast<float*>(columns));
+EXPORT int sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
+    return in_precision(is_double, [&](auto zero) {
+        using T = decltype(zero);
+        im2col(*g, (const T*)x, (T*)columns);
+    });
 }
 
 // Batch norm in training, and the ReLU after it.
-EXPORT void sw_norm_forward(int is_double, const Images* g, const void* x, const void* weight,
-                            const void* bias, void* mean, void* inverse, void* running_mean,
-                            void* running_variance, double momentum, double eps, int relu,
-                            void* y) {
-    auto run = [&](auto zero) {
+EXPORT int sw_norm_forward(int is_double, const Images* g, const void* x, const void* weight,
+                           const void* bias, void* mean, void* inverse, void* running_mean,
+                           void* running_variance, double momentum, double eps, int relu,
+                           void* y) {
+    return in_precision(is_double, [&](auto zero) {
         using T = decltype(zero);
         norm_forward<T>(*g, (const T*)x, {(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse},
                         {(T*)running_mean, (T*)running_variance, momentum}, eps, relu != 0, (T*)y);
-    };
-    if (is_double) run(0.0);
-    else run(0.0f);
+    });
 }
 
-EXPORT void sw_norm_backward(int is_double, const Images* g, const void* dy, const void* x,
-                             const void* weight, const void* bias, void* mean, void* inverse,
-                             int relu, void* dx, void* dweight, void* dbias) {
-    auto run = [&](auto zero) {
+EXPORT int sw_norm_backward(int is_double, const Images* g, const void* dy, const void* x,
+                            const void* weight, const void* bias, void* mean, void* inverse,
+                            int relu, void* dx, void* dweight, void* dbias) {
+    return in_precision(is_double, [&](auto zero) {
         using T = decltype(zero);
         norm_backward<T>(*g, (const T*)dy, (const T*)x,
                          {(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse}, relu != 0,
                          (T*)dx, (T*)dweight, (T*)dbias);
-    };
-    if (is_double) run(0.0);
-    else run(0.0f);
+    });
 }
 
 // Max pooling of channels-last images with windows of at most 256 taps.
-EXPORT void sw_pool_forward(int is_double, const Windows* g, const void* x, void* y, void* which) {
-    if (is_double) pool_forward<double>(*g, (const double*)x, (double*)y, (Byte*)which);
-    else pool_forward<float>(*g, (const float*)x, (float*)y, (Byte*)which);
+EXPORT int sw_pool_forward(int is_double, const Windows* g, const void* x, void* y, void* which) {
+    return in_precision(is_double, [&](auto zero) {
+        using T = decltype(zero);
+        pool_forward<T>(*g, (const T*)x, (T*)y, (Byte*)which);
+    });
 }
 
-EXPORT void sw_pool_backward(int is_double, const Windows* g, const void* dy, const void* which,
-                             void* dx) {
-    if (is_double) pool_backward<double>(*g, (const double*)dy, (const Byte*)which, (double*)dx);
-    else pool_backward<float>(*g, (const float*)dy, (const Byte*)which, (float*)dx);
+EXPORT int sw_pool_backward(int is_double, const Windows* g, const void* dy, const void* which,
+                            void* dx) {
+    return in_precision(is_double, [&](auto zero) {
+        using T = decltype(zero);
+        pool_backward<T>(*g, (const T*)dy, (const Byte*)which, (T*)dx);
+    });
 }
 
 EXPORT i64 sw_arena_peak() { return (i64)arena().peak_bytes(); }

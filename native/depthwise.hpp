@@ -59,7 +59,7 @@ template <class T> void depthwise_forward(const Problem& g, Tensors<T> t, Scratc
                     multiply_add(y + y_at, 1, t.x + job * in + x_at, g.stride_w,
                                  by_tap[tap * g.c + job % g.c], count);
                 });
-                for (i64 i = 0; g.relu && i < out; i++) y[i] = y[i] > 0 ? y[i] : T(0);
+                for (i64 i = 0; g.relu && i < out; i++) y[i] = y[i] < 0 ? T(0) : y[i];
                 continue;
             }
             T* y = t.out + job * out * g.c;
@@ -69,7 +69,7 @@ template <class T> void depthwise_forward(const Problem& g, Tensors<T> t, Scratc
                 const T *x = t.x + (job * in + x_at) * g.c, *w = by_tap + tap * g.c;
                 for (i64 c = 0; c < g.c; c++) y[y_at * g.c + c] += w[c] * x[c];
             });
-            for (i64 i = 0; g.relu && i < out * g.c; i++) y[i] = y[i] > 0 ? y[i] : T(0);
+            for (i64 i = 0; g.relu && i < out * g.c; i++) y[i] = y[i] < 0 ? T(0) : y[i];
         }
     });
 }

@@ -151,6 +151,24 @@ template <class T> struct Running {
     }
 };
 
+struct Moments {
+    double mean, variance;
+};
+
+// Of one channel, all in double, first the mean and then the squares around it, as torch does.
+template <class T> Moments moments_of(const Images& g, const T* x, i64 channel) {
+    auto average = [&](auto term) {
+        double sum = 0;
+        for (i64 n = 0; n < g.n; n++)
+            for (i64 i = 0; i < g.pixels; i++)
+                sum += term((double)x[g.last ? (n * g.pixels + i) * g.c + channel
+                                             : (n * g.c + channel) * g.pixels + i]);
+        return sum / g.count();
+    };
+    const double mean = average([](double value) { return value; });
+    return {mean, average([mean](double value) { return (value - mean) * (value - mean); })};
+}
+
 template <class T>
 void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Running<T>& running,
                   double eps, bool relu, T* y) {
@@ -168,10 +186,13 @@ void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Runnin
     for (i64 c = 0; c < g.c; c++) {
         const double average = totals[2 * c] / g.count();
         const double spread = totals[2 * c + 1] / g.count() - average * average;
-        const double variance = spread > 0 ? spread : 0;
-        norm.mean[c] = (T)(shift[c] + average);
-        norm.inverse[c] = (T)(1 / std::sqrt(variance + eps));
-        running.update(c, shift[c] + average, variance, g.count());
+        // A NaN, an infinity, or squares too large for T: none of them may get lost here.
+        const Moments found = std::isfinite(spread)
+                                  ? Moments{shift[c] + average, spread > 0 ? spread : 0}
+                                  : moments_of(g, x, c);
+        norm.mean[c] = (T)found.mean;
+        norm.inverse[c] = (T)(1 / std::sqrt(found.variance + eps));
+        running.update(c, found.mean, found.variance, g.count());
     }
     const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
     each_strip<T>(g, [&](int) {
@@ -179,14 +200,14 @@ void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Runnin
             const PerChannel by(g, scale.data(), s), to(g, offset.data(), s);
             vectors_of<T>(s, [&](i64 at, int v) {
                 vec<T> value = read(x + at, s.used) * by.of[v] + to.of[v];
-                if (relu) value = value > 0 ? value : vec<T>{};
+                if (relu) value = relu_of<T>(value);
                 put<T>(y + at, value, s.used);
             });
         };
     });
 }
 
-// With `relu`, dy counts only where y was positive: y is computed again, just as it was before.
+// With `relu`, dy does not count where y was 0: y is computed again, just as it was before.
 template <class T>
 void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm, bool relu, T* dx,
                    T* dweight, T* dbias) {
@@ -195,7 +216,7 @@ void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm
         const PerChannel by(g, scale.data(), s), to(g, offset.data(), s);
         return [=, &s](i64 at, int v, vec<T> value) {
             const vec<T> d = read(dy + at, s.used);
-            return relu ? (value * by.of[v] + to.of[v] > 0 ? d : vec<T>{}) : d;
+            return relu ? (value * by.of[v] + to.of[v] <= 0 ? vec<T>{} : d) : d;
         };
     };
     const auto totals = sums<T>(g, [&](const auto& s) {

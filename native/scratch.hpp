@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #if defined(__linux__)
@@ -81,10 +82,13 @@ class Arena {
         return {data, bytes};
     }
 
-    void give_back(Block block, bool keep) {
+    void give_back(Block block, bool keep) noexcept {
         SW_OPEN(block.data, block.bytes);
         std::lock_guard<std::mutex> hold(mutex);
-        if (keep) return free.push_back(block);
+        if (keep) try {
+            return free.push_back(block);
+        } catch (const std::bad_alloc&) {  // of the list: then the block does not stay
+        }
         held -= block.bytes;
         std::free(block.data);
     }
@@ -109,6 +113,23 @@ class Arena {
     std::mutex mutex;
     std::vector<Block> free;
     std::size_t held = 0, peak = 0;
+};
+
+// A block for as long as a kernel runs, however that ends.
+class Lease {
+  public:
+    Lease(Arena& arena, std::size_t bytes, bool keep)
+        : arena(arena), keep(keep), block(arena.take(bytes, keep)) {}
+    ~Lease() {
+        if (block.data) arena.give_back(block, keep);
+    }
+    Lease(const Lease&) = delete;
+    char* data() const { return block.data; }  // or null: there is no memory
+
+  private:
+    Arena& arena;
+    bool keep;
+    Arena::Block block;
 };
 
 }  // namespace shardwise

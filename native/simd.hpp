@@ -63,6 +63,11 @@ template <> inline void store_part(double* p, vec<double> v, i64 count) {
 }
 #endif
 
+// Negative numbers become 0; a NaN stays one, as with torch.
+template <class T> inline __attribute__((always_inline)) vec<T> relu_of(vec<T> v) {
+    return v < 0 ? vec<T>{} : v;
+}
+
 // Runs of im2col are short (1 to 56 elements), too short for a call of memset or memcpy.
 template <class T> inline void fill_zero(T* p, i64 count) {
     constexpr int L = lanes<T>;

@@ -4,13 +4,17 @@
 // entry point of the runtime that torch has loaded, and the very same threads do both.
 #pragma once
 
+#include <pthread.h>
+
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "simd.hpp"
+#include "status.hpp"
 
 namespace shardwise {
 
@@ -29,12 +33,10 @@ class Pool {
         for (auto& thread : threads) thread.join();
     }
 
+    // The job must not throw. Fewer threads than asked for run it where no more can be had.
     void run(Job job, void* data, int count) {
         std::lock_guard<std::mutex> one(turn);
-        while ((int)threads.size() < count - 1) {
-            const int index = (int)threads.size() + 1;
-            threads.emplace_back([this, index] { loop(index); });
-        }
+        count = grow(count - 1) + 1;
         {
             std::lock_guard<std::mutex> hold(mutex);
             current = {job, data, count};
@@ -53,6 +55,16 @@ class Pool {
         void* data;
         int count;
     };
+
+    int grow(int most) try {
+        while ((int)threads.size() < most) {
+            const int index = (int)threads.size() + 1;
+            threads.emplace_back([this, index] { loop(index); });
+        }
+        return most;
+    } catch (const std::system_error&) {
+        return (int)threads.size();
+    }
 
     void loop(int index) {
         std::size_t seen = 0;
@@ -90,23 +102,39 @@ inline Runtime& runtime() {
     return one;
 }
 
-inline Pool& pool() {
-    static Pool* one = new Pool;  // never destroyed: a fork or an exit may have ended its threads
-    return *one;
+inline Pool*& present_pool() {
+    static Pool* one = new Pool;  // never destroyed: an exit may have ended its threads
+    return one;
 }
 
+inline Pool& pool() {
+    static const int once =
+        pthread_atfork(nullptr, nullptr, [] { present_pool() = new Pool; });  // threads stay behind
+    (void)once;
+    return *present_pool();
+}
+
+// job(index, count) on up to num_threads threads; what one of them throws is thrown here.
 template <class F> inline void parallel(int num_threads, F&& job) {
     if (num_threads <= 1) return job(0, 1);
-    auto call = [](void* data, int index, int count) { (*static_cast<F*>(data))(index, count); };
-    if (!runtime().parallel) return pool().run(call, &job, num_threads);
     struct Region {
         F* job;
-    } region{&job};
-    runtime().parallel(
-        [](void* data) {
-            (*static_cast<Region*>(data)->job)(runtime().number(), runtime().count());
-        },
-        &region, (unsigned)num_threads, 0);
+        FirstException caught;
+        void run(int index, int count) noexcept {
+            caught.run([&] { (*job)(index, count); });
+        }
+    } region{&job, {}};
+    if (runtime().parallel)
+        runtime().parallel(
+            [](void* data) {
+                static_cast<Region*>(data)->run(runtime().number(), runtime().count());
+            },
+            &region, (unsigned)num_threads, 0);
+    else
+        pool().run([](void* data, int index, int count) {
+            static_cast<Region*>(data)->run(index, count);
+        }, &region, num_threads);
+    region.caught.rethrow();
 }
 
 struct Range {

@@ -172,7 +172,7 @@ void store_tiles(const Problem& g, const Tiling& t, const Planes<T>& from, Range
                 for (int i = 0; i < M && top + row + i < g.p; i++)
                     for (int j = 0; j < M && column + j < g.q; j++) {
                         vec<T> value = done[i * M + j] + shift;
-                        if (g.relu) value = value > 0 ? value : vec<T>{};
+                        if (g.relu) value = relu_of<T>(value);
                         T* to = base + ((row + i) * g.q + column + j) * by_column;
                         if (g.last && count < L) store_part(to, value, count);
                         else store(to, value);

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+# Waiting threads sleep: on busy cores, tests of several threads that spin take 5 times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torch is loaded
+
+from convolutions import SEED
 from shardwise.cli import main
 
 Run = tuple[int, str, str]  # exit code, standard output and standard error
+
+
+def pytest_report_header() -> str:
+    return f"SHARDWISE_TEST_SEED={SEED} repeats the random shapes of kernels"
 
 
 @pytest.fixture

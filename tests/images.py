@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn import functional
 
 from shardwise.kernels.norm import FusedBatchNorm2d
 from shardwise.kernels.pool import FastMaxPool2d
@@ -54,6 +55,9 @@ def check_norm(rng: random.Random, relu: bool, affine: bool) -> None:
         torch.nn.init.normal_(stock.bias)
     twin, stock = fused(stock, relu), stock.double()
     dy, results = torch.randn_like(x), []
+    if relu:  # rounding decides on which side of 0 a number lies: there, no error comes back
+        y = functional.batch_norm(x.double(), None, None, stock.weight, stock.bias, training=True)
+        dy[y.abs() < 1e-3] = 0
     for module, dtype in ((twin, x.dtype), (stock, torch.float64)):
         inputs = x.detach().to(dtype).requires_grad_()
         with poisoned(rng.randint(1, 3)):
@@ -65,7 +69,7 @@ def check_norm(rng: random.Random, relu: bool, affine: bool) -> None:
     assert results[0][0].stride() == x.stride() or min(x.shape[1:]) == 1
     for ours, truth in zip(*results, strict=True):
         error = (ours.double() - truth.double()).abs().max()
-        assert error <= LIMITS[x.dtype] * (1 + truth.abs().max()), (x.shape, x.dtype)
+        assert error <= LIMITS[x.dtype] * (1 + truth.abs().max()), (x.shape, x.dtype, affine, relu)
 
 
 def random_pooling(rng: random.Random) -> dict:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
-from convolutions import CASES
+from convolutions import CASES, chosen
+from kept_columns import KeptColumns
 from shardwise.kernels import conv, native, run
-from shardwise.kernels.base import KeptColumns
 
 NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
 
@@ -105,8 +108,9 @@ def test_without_the_library_the_stock_operator_runs(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(conv(x, w), torch.nn.functional.conv2d(x, w))
 
 
-def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_ISA", "none")
+def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setenv("SHARDWISE_ISA", "portable")
     native.library.cache_clear()
     try:
         with pytest.warns(UserWarning, match="PyTorch's own operators") as said:
@@ -115,6 +119,12 @@ def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         monkeypatch.undo()
         native.library.cache_clear()
+
+
+def test_a_library_that_is_not_wanted_is_not_missed() -> None:
+    with chosen(SHARDWISE_ISA="none"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
 
 
 def test_a_workspace_that_cannot_be_had_means_another_kernel() -> None:
@@ -183,3 +193,13 @@ def test_fake_tensors_and_modes_that_watch_operators_see_the_operator() -> None:
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         fake = conv(mode.from_tensor(x), mode.from_tensor(w), padding=1, **NAMES)
     assert fake.shape == y.shape and fake.stride() == y.stride()
+
+
+def test_autocast_gets_the_stock_operator() -> None:
+    x, w, bias = tensors((2, 3, 7, 6), (4, 3, 3, 3), (4,), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, stock = conv(x, w, bias, relu=True, **NAMES), torch.conv2d(x, w, bias).relu()
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, stock)
+    gradients = (torch.autograd.grad(y.float().sum(), (x, w, bias)) for y in (ours, stock))
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

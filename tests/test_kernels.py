@@ -1,76 +1,136 @@
-"""Every native kernel, in every direction, computes what sums in float64 give."""
+"""Every native kernel, in every direction and build, computes what sums in float64 give."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hatch_build import compiler
 
-from convolutions import CASES, check
+from convolutions import CASES, ISAS, SEED, check, chosen
+from shardwise.errors import ShardwiseError
 from shardwise.kernels import native
 
 ROOT = Path(__file__).parent.parent
-NUM_SHAPES = 170  # of each kernel and direction: more than 3,000 in all
+NUM_SHAPES, NUM_SHAPES_DEEP = 30, 170  # of each kernel and direction
 
-needs_library = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+needs_library = pytest.mark.skipif(not ISAS, reason="no native kernels here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sanitized_build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen | None]:
+    """The last test needs it: the other core compiles while the tests before run."""
+    build = ROOT / "hatch_build.py"
+    if not ISAS or not build.exists() or sanitizer() is None:
+        yield None
+        return
+    folder = str(tmp_path_factory.mktemp("sanitized"))
+    command = [sys.executable, str(build), "--sanitize", folder, ISAS[0]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as building:
+        yield building
+        building.kill()
+
+
+def sanitizer() -> str | None:
+    """The runtime of AddressSanitizer, of the compiler that hatch_build.py uses."""
+    if (found := compiler()) is None:
+        return None
+    command = [found, "-print-file-name=libasan.so"]
+    path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return path if "/" in path else None
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("kernel", "direction"), CASES)
+def test_a_kernel_equals_the_reference_on_random_shapes(
+    kernel: str, direction: str, isa: str
+) -> None:
+    with chosen(SHARDWISE_ISA=isa):
+        assert check(kernel, direction, NUM_SHAPES) <= 1
+
+
+@needs_library
+@pytest.mark.deep
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("kernel", "direction"), CASES)
+def test_a_kernel_equals_the_reference_on_many_random_shapes(
+    kernel: str, direction: str, isa: str
+) -> None:
+    assert NUM_SHAPES_DEEP * len(CASES) >= 3000
+    with chosen(SHARDWISE_ISA=isa):
+        assert check(kernel, direction, NUM_SHAPES_DEEP) <= 1
 
 
 @needs_library
 @pytest.mark.parametrize(("kernel", "direction"), CASES)
-def test_a_kernel_equals_the_reference_on_random_shapes(kernel: str, direction: str) -> None:
-    assert check(kernel, direction, seed=1, count=NUM_SHAPES) <= 1
+def test_the_library_has_threads_of_its_own_where_torch_lends_none(
+    kernel: str, direction: str
+) -> None:
+    with chosen(SHARDWISE_THREADS="own"):
+        assert check(kernel, direction, 2) <= 1
+    native.library()  # with torch's threads again
 
 
-def test_there_are_at_least_3000_random_shapes() -> None:
-    assert NUM_SHAPES * len(CASES) >= 3000
+@pytest.mark.parametrize(
+    ("torch_says", "widest", "expected"),
+    [
+        ("AVX512", None, ("avx512", "avx2", "portable")),
+        ("AVX512", "avx2", ("avx2", "portable")),
+        ("AVX2", None, ("avx2", "portable")),
+        ("AVX2", "avx512", ("avx2", "portable")),
+        ("AVX2", "portable", ("portable",)),
+        ("DEFAULT", "avx2", ("portable",)),
+        ("SVE256", None, ("portable",)),
+        ("AVX2", "none", ()),
+    ],
+)
+def test_only_instructions_that_the_cpu_has_and_the_user_allows_are_used(
+    torch_says: str, widest: str | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: torch_says)
+    monkeypatch.delenv("SHARDWISE_ISA", raising=False)
+    if widest is not None:
+        monkeypatch.setenv("SHARDWISE_ISA", widest)
+    assert native.library_names() == expected
 
 
-def run_convolutions(num_shapes: int, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tests" / "convolutions.py"), str(num_shapes)]
-    path = os.pathsep.join(map(str, [Path(native.FOLDER).parent.parent, *sys.path]))
-    variables = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
+def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_ISA", "avx9")
+    with pytest.raises(ShardwiseError, match="SHARDWISE_ISA=avx9 is not one of avx512, avx2"):
+        native.library_names()
 
 
 @needs_library
-@pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_the_builds_for_other_cpus_are_right_too(isa: str) -> None:
-    if not (native.FOLDER / f"libshardwise_{isa}.so").exists():
-        pytest.skip(f"no {isa} build")
-    if isa != "portable" and isa not in native.library_names():
-        pytest.skip(f"this CPU has no {isa}")
-    done = run_convolutions(12, SHARDWISE_ISA=isa)
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_build_that_is_asked_for_is_the_one_that_runs(isa: str) -> None:
+    with chosen(SHARDWISE_ISA=isa):
+        lib = native.library()
+        assert lib is not None and lib.isa in (isa, "neon")
 
 
 @needs_library
-def test_the_library_has_threads_of_its_own_where_torch_lends_none() -> None:
-    done = run_convolutions(6, SHARDWISE_THREADS="own")
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@needs_library
-def test_no_kernel_reads_or_writes_outside_its_buffers(tmp_path: Path) -> None:
+def test_no_kernel_reads_or_writes_outside_its_buffers(
+    sanitized_build: subprocess.Popen | None,
+) -> None:
     """AddressSanitizer on fewer shapes; it also fences the buffers inside a workspace."""
-    build = ROOT / "hatch_build.py"
-    compiler = sysconfig.get_config_var("CXX") or "c++"
-    runtime = subprocess.run(
-        [compiler.split()[0], "-print-file-name=libasan.so"], capture_output=True, text=True
-    )
-    if not build.exists() or "/" not in runtime.stdout:
-        pytest.skip("no sources or no AddressSanitizer here")
-    made = subprocess.run(
-        [sys.executable, str(build), "--sanitize", str(tmp_path)], capture_output=True, text=True
-    )
-    assert made.returncode == 0 and made.stdout.strip(), made.stderr
-    done = run_convolutions(
-        4,
-        SHARDWISE_LIBRARY=made.stdout.strip(),
-        LD_PRELOAD=runtime.stdout.strip(),
-        ASAN_OPTIONS="detect_leaks=0",
-    )
+    if sanitized_build is None:
+        pytest.skip("no sources, no compiler or no AddressSanitizer here")
+    made, errors = sanitized_build.communicate(timeout=400)
+    assert sanitized_build.returncode == 0 and made.strip(), errors
+    variables = {
+        "PYTHONPATH": os.pathsep.join(map(str, [native.FOLDER.parent.parent, *sys.path])),
+        "SHARDWISE_LIBRARY": made.strip(),
+        "SHARDWISE_TEST_SEED": str(SEED),
+        "LD_PRELOAD": str(sanitizer()),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    command = [sys.executable, str(ROOT / "tests" / "convolutions.py"), "4"]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

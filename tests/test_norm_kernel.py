@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from convolutions import ISAS, SEED, chosen
 from images import check_norm, fused
 from shardwise.kernels import native
 from shardwise.kernels.norm import BatchNorm
@@ -14,13 +15,15 @@ from shardwise.kernels.norm import BatchNorm
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
-def test_it_equals_float64_on_random_images(relu: bool, affine: bool) -> None:
-    rng = random.Random(int(relu) + 2 * int(affine))
-    torch.manual_seed(0)
-    for _ in range(60):
-        check_norm(rng, relu, affine)
+def test_it_equals_float64_on_random_images(relu: bool, affine: bool, isa: str) -> None:
+    rng = random.Random(f"{relu} {affine} {SEED}")
+    torch.manual_seed(SEED)
+    with chosen(SHARDWISE_ISA=isa):
+        for _ in range(30):
+            check_norm(rng, relu, affine)
 
 
 def test_evaluation_and_odd_inputs_are_torch_s_own() -> None:

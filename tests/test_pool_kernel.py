@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from convolutions import ISAS, SEED, chosen
 from images import check_pool, compare_pools
 from shardwise.kernels import native
 from shardwise.kernels.pool import FastMaxPool2d, MaxPool
@@ -14,21 +15,25 @@ from shardwise.kernels.pool import FastMaxPool2d, MaxPool
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
 
-def test_it_equals_torch_on_random_windows() -> None:
-    rng = random.Random(0)
-    torch.manual_seed(0)
-    for _ in range(200):
-        check_pool(rng)
+@pytest.mark.parametrize("isa", ISAS)
+def test_it_equals_torch_on_random_windows(isa: str) -> None:
+    rng = random.Random(SEED)
+    torch.manual_seed(SEED)
+    with chosen(SHARDWISE_ISA=isa):
+        for _ in range(100):
+            check_pool(rng)
 
 
-def test_equal_numbers_and_nans_go_to_the_tap_that_torch_takes() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_equal_numbers_and_nans_go_to_the_tap_that_torch_takes(isa: str) -> None:
     torch.manual_seed(0)
     values = torch.randint(-2, 3, (2, 18, 7, 6)).float()
     values[0, :, 2, 3] = float("nan")
     values[1, :, 4] = float("-inf")
     x = values.contiguous(memory_format=torch.channels_last).requires_grad_()
-    compare_pools(x, {"kernel_size": 3, "stride": 1, "padding": 1})
-    compare_pools(x, {"kernel_size": 3, "stride": 2, "ceil_mode": True})
+    with chosen(SHARDWISE_ISA=isa):
+        compare_pools(x, {"kernel_size": 3, "stride": 1, "padding": 1})
+        compare_pools(x, {"kernel_size": 3, "stride": 2, "ceil_mode": True})
 
 
 def test_the_kernel_runs_where_it_can_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

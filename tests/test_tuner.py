@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise
 from shardwise.kernels import native, tuner
-from shardwise.kernels.run import Choice
+from shardwise.kernels.run import Choice, kernels_for
 from shardwise.kernels.shape import ConvShape
 from shardwise.kernels.tuner import Tuner
 from shardwise.kernels.winners import Winners
@@ -68,23 +69,115 @@ def test_every_candidate_is_timed_once_and_kept_on_disk(folder: Path) -> None:
     assert path.read_text() == written  # nothing was timed again
 
 
-def test_a_broken_file_is_said_and_timed_anew(folder: Path) -> None:
-    path = Winners.load(1).path
-    path.write_text("{")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"format": "shardwise-kernels-1"}',
+        '{"format": "shardwise-kernels-1", "seconds": []}',
+        '{"format": "shardwise-kernels-1", "seconds": {"shape": 1}}',
+        '{"format": "shardwise-kernels-1", "seconds": {"shape": {"fwd": {"base": "fast"}}}}',
+        '{"format": "shardwise-kernels-1", "seconds": {"shape": {"fwd": {"base": NaN}}}}',
+    ],
+)
+def test_a_broken_file_is_said_and_timed_anew(folder: Path, text: str) -> None:
+    Winners.load(1).path.write_text(text)
     with pytest.warns(UserWarning, match="timed anew"):
         assert Winners.load(1).seconds == {}
 
 
+def test_times_that_others_kept_meanwhile_stay() -> None:
+    one, two = Winners.load(1), Winners.load(1)
+    one.seconds = {"a": {"fwd": {"base": 1.0}}}
+    two.seconds = {"a": {"fwd": {"stock": 2.0}, "dx": {"stock": 3.0}}}
+    one.save()
+    two.save()
+    together = {"a": {"fwd": {"base": 1.0, "stock": 2.0}, "dx": {"stock": 3.0}}}
+    assert Winners.load(1).seconds == together
+
+
 @needs_library
-def test_convolutions_use_what_was_timed_while_tuning() -> None:
-    x, w = torch.randn(2, 4, 9, 9), torch.randn(8, 4, 3, 3)
-    expected = torch.nn.functional.conv2d(x, w, None, 1, 1)
-    with tuner.tuning():
-        y = tuner.convolution(x, w, None, [1, 1], [1, 1], [1, 1], 1)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
-    assert tuner.tuner().winners.times(SHAPE, "fwd")
+def test_where_nothing_can_be_written_kernels_are_timed_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").touch()
+    monkeypatch.setenv("SHARDWISE_CACHE", str(folder / "file" / "inside"))
+    with pytest.warns(UserWarning, match="times of kernels cannot be kept in"):
+        made = Tuner()
+        made.tune(SHAPE, ["fwd"])
+    assert made.winners.times(SHAPE, "fwd")
+
+
+def convolved(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """y, dx and dw of a convolution as layers of a parallel model run it."""
     y = tuner.convolution(x, w, None, [1, 1], [1, 1], [1, 1], 1)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    return [y, *torch.autograd.grad(y.square().sum(), (x, w))]
+
+
+def prefer_winograd(*shapes: ConvShape) -> None:
+    """Leaves times on disk by which Winograd's kernels win every direction."""
+    winners = Winners.load(torch.get_num_threads())
+    times = {d: dict.fromkeys(kernels_for(d), 1.0) | {"winograd4": 0.1} for d in native.DIRECTIONS}
+    winners.seconds = {shape.key: times for shape in shapes}
+    winners.save()
+
+
+@needs_library
+def test_a_file_of_times_counts_only_while_tuning() -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(size, requires_grad=True) for size in (SHAPE.x, SHAPE.w))
+    y = torch.nn.functional.conv2d(x, w, None, 1, 1)
+    stock = [y, *torch.autograd.grad(y.square().sum(), (x, w))]
+    prefer_winograd(SHAPE)
+    for ours, truth in zip(convolved(x, w), stock, strict=True):
+        assert torch.equal(ours, truth)
+    with tuner.tuning():
+        tuned = convolved(x, w)
+    assert tuner.tuner().known(SHAPE).fwd == "winograd4"
+    for ours, truth in zip(tuned, stock, strict=True):
+        assert not torch.equal(ours, truth)
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-3)
+    for ours, truth in zip(convolved(x, w), stock, strict=True):
+        assert torch.equal(ours, truth)
+
+
+@needs_library
+def test_a_parallel_model_is_torch_bit_for_bit_whatever_is_on_disk() -> None:
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(4, 8, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 3, padding=1),
+        )
+
+    model, x = network(), torch.randn(SHAPE.x)
+    prefer_winograd(SHAPE, ConvShape((2, 8, 9, 9), (8, 8, 3, 3), padding=(1, 1)))
+    parallel = shardwise.parallelize(network(), shardwise.Plan.uniform(shardwise.capture(model, x)))
+    for one in (model, parallel):
+        one(x).square().sum().backward()
+    assert torch.equal(parallel(x), model(x))
+    for ours, truth in zip(parallel.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, truth.grad)
+
+
+def test_outside_tuning_no_file_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Winners, "load", lambda *_: pytest.fail("the file was read"))
+    x, w = (torch.randn(size, requires_grad=True) for size in (SHAPE.x, SHAPE.w))
+    convolved(x, w)
+
+
+@needs_library
+def test_convolutions_are_timed_while_tuning() -> None:
+    x, w = (torch.randn(size, requires_grad=True) for size in (SHAPE.x, SHAPE.w))
+    with tuner.tuning():
+        y = convolved(x, w)[0]
+    torch.testing.assert_close(
+        y, torch.nn.functional.conv2d(x, w, None, 1, 1), rtol=1e-4, atol=1e-4
+    )
+    assert tuner.tuner().winners.times(SHAPE, "fwd")
 
 
 def test_convolutions_of_other_dimensions_are_the_stock_ones() -> None:

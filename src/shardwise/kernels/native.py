@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from shardwise.errors import ShardwiseError
+
 DIRECTIONS = ("fwd", "dx", "dw")
-DONE, UNSUPPORTED, NO_MEMORY = range(3)
+DONE, UNSUPPORTED, NO_MEMORY, FAILED = range(4)
+INTERFACE = 2  # of native/api.cpp
 FOLDER = Path(__file__).parent
-# The widest instructions first; torch names what the CPU has.
-LIBRARIES = {"AVX512": ("avx512", "avx2", "portable"), "AVX2": ("avx2", "portable")}
+ISAS = ("avx512", "avx2", "portable")  # a CPU that runs one runs those after it
+CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}  # as torch names what the CPU has
 
 
 class Problem(ctypes.Structure):
@@ -32,11 +36,17 @@ class Problem(ctypes.Structure):
 
 
 def library_names() -> tuple[str, ...]:
-    """The builds this CPU can run, best first; SHARDWISE_ISA names the only one to use."""
-    forced = os.environ.get("SHARDWISE_ISA")
-    if forced:
-        return (forced,)
-    return LIBRARIES.get(torch.backends.cpu.get_cpu_capability(), ("portable",))
+    """The builds to use, best first: those that this CPU can run and SHARDWISE_ISA does not forbid.
+
+    SHARDWISE_ISA names the widest instructions to use; with `none` there are no kernels of ours.
+    """
+    widest = os.environ.get("SHARDWISE_ISA") or ISAS[0]
+    if widest == "none":
+        return ()
+    if widest not in ISAS:
+        raise ShardwiseError(f"SHARDWISE_ISA={widest} is not one of {', '.join(ISAS)}, none")
+    here = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ISAS[-1])
+    return ISAS[max(ISAS.index(widest), ISAS.index(here)) :]
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class Library:
 
 def load(path: Path) -> Library:
     lib = ctypes.CDLL(str(path))
+    if not hasattr(lib, "sw_interface") or lib.sw_interface() != INTERFACE:
+        raise OSError("it is of another version; `python hatch_build.py` makes it anew")
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     problem = ctypes.POINTER(Problem)
     lib.sw_kernel_name.restype = ctypes.c_char_p
@@ -110,6 +122,8 @@ def load(path: Path) -> Library:
     lib.sw_norm_forward.argtypes = [number, *[pointer] * 8, real, real, number, pointer]
     lib.sw_norm_backward.argtypes = [number, *[pointer] * 7, number, *[pointer] * 3]
     lib.sw_pool_forward.argtypes = lib.sw_pool_backward.argtypes = [number, *[pointer] * 4]
+    for always in ("im2col", "norm_forward", "norm_backward", "pool_forward", "pool_backward"):
+        getattr(lib, f"sw_{always}").errcheck = _check
     numbers: dict[str, int] = {}
     while (name := lib.sw_kernel_name(len(numbers))) is not None:
         numbers[name.decode()] = len(numbers)
@@ -117,11 +131,24 @@ def load(path: Path) -> Library:
     return Library(lib, numbers)
 
 
+def _check(status: int, function: Callable[..., object], _arguments: tuple[object, ...]) -> int:
+    """Raises where a kernel that takes any problem did not compute it."""
+    if status == DONE:
+        return status
+    name = getattr(function, "__name__", "a kernel")
+    if status == NO_MEMORY:
+        raise MemoryError(
+            f"{name}: no memory is left for its workspace; a smaller batch needs less"
+        )
+    raise RuntimeError(f"{name} failed with status {status}")
+
+
 def _share_threads(lib: ctypes.CDLL) -> None:
     """Hands over the OpenMP runtime that torch has loaded: a second one would spin beside it.
 
     Without one (another runtime, SHARDWISE_THREADS=own) the library's own pool, which sleeps.
     """
+    lib.sw_use_runtime(None, None, None)
     if os.environ.get("SHARDWISE_THREADS") == "own" or not os.path.exists("/proc/self/maps"):
         return
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -134,18 +161,19 @@ def _share_threads(lib: ctypes.CDLL) -> None:
 
 @cache
 def library() -> Library | None:
-    """The library, or None, said once, where it was not built or does not load."""
-    paths = [FOLDER / f"libshardwise_{name}.so" for name in library_names()]
-    forced = os.environ.get("SHARDWISE_LIBRARY")
-    for path in [Path(forced)] if forced else paths:
+    """The library, or None where none is allowed, or, said once, none was built or loads."""
+    names, forced = library_names(), os.environ.get("SHARDWISE_LIBRARY")
+    paths = [Path(forced)] if forced else [FOLDER / f"libshardwise_{name}.so" for name in names]
+    for path in paths:
         if path.exists():
             try:
                 return load(path)
             except (OSError, AttributeError) as error:
                 warnings.warn(f"{path.name} does not load ({error})", stacklevel=2)
-    warnings.warn(
-        "shardwise was installed without its native kernels (no C++ compiler): convolutions run "
-        "on PyTorch's own operators",
-        stacklevel=2,
-    )
+    if paths:
+        warnings.warn(
+            "shardwise's native kernels, which are compiled where it is installed with a C++ "
+            "compiler, are not there: convolutions run on PyTorch's own operators",
+            stacklevel=2,
+        )
     return None

@@ -77,16 +77,22 @@ def convolve(
 ) -> torch.Tensor:
     """The operator, or the same without the dispatcher where that does.
 
-    torch.func's transforms know neither: they get the stock operator.
+    torch.func's transforms know neither, and autocast computes in 16 bits: they get the stock
+    operator.
     """
-    if torch._C._are_functorch_transforms_active():
-        y = torch.convolution(x, w, bias, *settings[:3], False, [0, 0], settings[3])
+    if torch._C._are_functorch_transforms_active() or _autocasts(x):
+        y = torch.conv2d(x, w, bias, *settings)  # autocast does not know torch.convolution
         return y.relu() if relu else y
     if is_eager(x, w, bias):
         return Convolution.apply(x, w, bias, settings, choice, relu)  # type: ignore[return-value]
     return torch.ops.shardwise.conv(
         x, w, bias, *map(list, settings[:3]), settings[3], *choice, relu
     )
+
+
+def _autocasts(x: torch.Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Convolution(torch.autograd.Function):

@@ -153,7 +153,10 @@ _tuning = False
 
 @contextmanager
 def tuning() -> Iterator[None]:
-    """Inside, convolutions of shapes that were never timed are timed when they first run."""
+    """Inside, convolutions run on the kernels that are fastest here; outside, on PyTorch's own.
+
+    Shapes that were never timed on this machine are timed when they first run.
+    """
     global _tuning
     before, _tuning = _tuning, True
     try:
@@ -179,17 +182,15 @@ def convolution(
     dilation: list[int],
     groups: int,
 ) -> torch.Tensor:
-    """A convolution by the fastest kernels known for its shape; else the stock operator.
+    """PyTorch's own convolution; inside `tuning`, by the fastest kernels for its shape.
 
-    x, w: any number of spatial dimensions; only two have kernels of ours.
+    x, w: any number of spatial dimensions; only two have kernels of ours. What is on disk counts
+    only inside `tuning`: other numbers than PyTorch's must be asked for.
     """
-    shape, pairs = None, tuple(map(tuple, (stride, padding, dilation)))
-    if x.ndim == 4 and (_tuning or tuner().winners.seconds):
-        shape = shape_of(x, w, *pairs, groups)  # type: ignore[arg-type]
-    choice = Choice()
-    if shape is not None:
-        choice = tuner().tune(shape) if _tuning else tuner().known(shape)
+    how = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    shape = shape_of(x, w, *how) if _tuning and x.ndim == 4 else None  # type: ignore[arg-type]
+    choice = Choice() if shape is None else tuner().tune(shape)
     if choice.stock:
         zeros = [0] * (x.ndim - 2)
         return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
-    return convolve(x, w, bias, (*pairs, groups), choice, False)  # type: ignore[arg-type]
+    return convolve(x, w, bias, how, choice, False)  # type: ignore[arg-type]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
+import threading
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +21,7 @@ from shardwise.kernels.run import INEXACT, STOCK, workspace_bytes
 from shardwise.kernels.shape import ConvShape
 
 FORMAT = "shardwise-kernels-1"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 Times = dict[str, float]  # seconds by kernel
 
 
@@ -34,23 +38,32 @@ class Winners:
         """The times of this CPU; a file that cannot be read is timed anew, said once."""
         path = _path(threads)
         try:
-            data = json.loads(path.read_text())
-            return cls(path, threads, data["seconds"] if data["format"] == FORMAT else {})
+            return cls(path, threads, _seconds(json.loads(path.read_text())))
         except FileNotFoundError:
             return cls(path, threads)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             warnings.warn(f"{path} cannot be read ({error}): kernels are timed anew", stacklevel=2)
             return cls(path, threads)
 
     def save(self) -> None:
-        """Adds to the file what it does not have, and replaces it in one go."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        merged = {**Winners.load(self.threads).seconds, **self.seconds}
+        """Adds to the file what others have put there since, and replaces it in one go.
+
+        Where nothing can be written, which is said, the times are those of this process alone.
+        """
+        merged = Winners.load(self.threads).seconds
+        for shape, directions in self.seconds.items():
+            for direction, times in directions.items():
+                merged.setdefault(shape, {}).setdefault(direction, {}).update(times)
         data = {"format": FORMAT, "cpu": cpu_name(), "threads": self.threads, "seconds": merged}
-        folder = self.path.parent
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-            json.dump(data, file, indent=1)
-        os.replace(file.name, self.path)
+        part = self.path.with_name(f"{self.path.name}.{threading.get_native_id()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(data, indent=1))
+            os.replace(part, self.path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            warnings.warn(f"times of kernels cannot be kept in {self.path} ({error})", stacklevel=2)
 
     def times(self, shape: ConvShape, direction: str) -> Times:
         return self.seconds.get(shape.key, {}).get(direction, {})
@@ -65,6 +78,22 @@ class Winners:
             if fits(name, direction, shape, self.threads, memory_bytes, exact)
         }
         return min(allowed, key=allowed.__getitem__) if allowed else None
+
+
+def _seconds(data: dict[str, Any]) -> dict[str, dict[str, Times]]:
+    """The times of a file, if it is one of ours."""
+    if data["format"] != FORMAT:
+        return {}
+    found = {
+        shape: {
+            direction: {name: float(taken) for name, taken in times.items()}
+            for direction, times in directions.items()
+        }
+        for shape, directions in data["seconds"].items()
+    }
+    if not all(0 < t < inf for d in found.values() for times in d.values() for t in times.values()):
+        raise ValueError("a time is not a positive number of seconds")
+    return found
 
 
 def fits(
@@ -84,7 +113,7 @@ def fits(
 
 
 def _path(threads: int) -> Path:
-    home = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
+    home = os.environ.get("SHARDWISE_CACHE") or os.path.expanduser("~/.cache/shardwise")
     lib = library()
     isa = lib.isa if lib is not None else "stock"
     name = f"{cpu_name()} {isa} {threads} threads torch {torch.__version__}"

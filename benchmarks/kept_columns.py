@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.kernels import run
-from shardwise.kernels.native import DONE, library
+from shardwise.kernels.native import DONE, NO_MEMORY, Library, library
 from shardwise.kernels.run import Settings
 from shardwise.kernels.shape import memory_format, shape_of
 
@@ -16,29 +16,34 @@ class KeptColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, settings: Settings):  # type: ignore[no-untyped-def]
         lib, shape = library(), shape_of(x, w, *settings)
-        assert lib is not None and shape is not None and shape.groups == 1
+        if lib is None or shape is None or shape.groups != 1:
+            raise ValueError(f"BASE takes no convolution of {tuple(x.shape)} by {tuple(w.shape)}")
         n, f, p, q = shape.out
         columns = x.new_empty(n * p * q * shape.w[1] * shape.w[2] * shape.w[3])
         problem = shape.problem(torch.get_num_threads())
         lib.im2col(problem, x, columns)
         y = torch.empty((n, f, p, q), dtype=x.dtype, memory_format=memory_format(shape.last))
-        tensors = (x, w, None, bias)
-        assert lib.run("base", "fwd", problem, tensors, y, run.persistent, columns) == DONE
+        _base(lib, "fwd", problem, (x, w, None, bias), y, columns)
         ctx.save_for_backward(x, w, columns)
-        ctx.settings, ctx.problem, ctx.last = settings, problem, shape.last
+        ctx.lib, ctx.settings, ctx.problem, ctx.last = lib, settings, problem, shape.last
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, w, columns = ctx.saved_tensors
-        lib = library()
-        assert lib is not None
         dy = dy.contiguous(memory_format=memory_format(ctx.last))
         dx, dw = None, torch.empty_like(w)
         if ctx.needs_input_grad[0]:
             dx = run.backward_data(dy, x, w, ctx.settings, "base")
-        tensors = (x, None, dy, None)
-        status = lib.run("base", "dw", ctx.problem, tensors, dw, run.persistent, columns)
-        assert status == DONE
+        _base(ctx.lib, "dw", ctx.problem, (x, None, dy, None), dw, columns)
         db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
+
+
+def _base(lib: Library, direction: str, problem, tensors, out, columns) -> None:  # type: ignore[no-untyped-def]
+    """Computes `out`, or raises: it holds whatever was in memory before."""
+    status = lib.run("base", direction, problem, tensors, out, run.persistent, columns)
+    if status == NO_MEMORY:
+        raise MemoryError(f"BASE, {direction}: no memory is left for its workspace")
+    if status != DONE:
+        raise RuntimeError(f"BASE, {direction}: status {status}")
