@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import torch
@@ -23,12 +23,20 @@ from shardwise.kernels.run import INEXACT, KERNELS
 from shardwise.kernels.shape import ConvShape
 
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED") or time.time())
-ISAS = [n for n in native.library_names() if (native.FOLDER / f"libshardwise_{n}.so").exists()]
 
 CASES = [(kernel, direction) for direction in DIRECTIONS for kernel in KERNELS[direction]]
 EPSILON = {"float32": 2.0**-23, "float64": 2.0**-52}
 # Winograd's intermediate sums are larger than its results, by the norms of its transforms.
 WINOGRAD_GROWTH = {"winograd2": 2.0, "winograd4": 8.0}
+
+
+def _loads(isa: str) -> bool:
+    with suppress(OSError):
+        return bool(native.load(native.FOLDER / f"libshardwise_{isa}.so"))
+    return False
+
+
+ISAS = [isa for isa in native.library_names() if _loads(isa)]  # best first
 
 
 @contextmanager
