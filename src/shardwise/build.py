@@ -20,6 +20,12 @@ from shardwise.operators import ITEMS, MADE, OPERATORS, POINTWISE, Request
 if TYPE_CHECKING:
     from shardwise.capture import Captured
 
+PADDING = ("conv", "pad", "max_pool", "avg_pool")  # operators that read beyond an edge
+    "conv",
+    "pad",
+    "max_pool",
+    "avg_pool",
+)  # operators that read beyond the edge of the first
 AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
 
 
@@ -123,6 +129,8 @@ class Builder:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
         name, args = aten_name(source), self._named_args(source)
+        if not node.users:
+            return
         if name in ("chunk", "split", "split_with_sizes"):
             dim = args["dim"] % len(self._shape(args["self"].meta["val"]))
             parts = [self._shape(part)[dim] for part in source.meta["val"]]
@@ -133,7 +141,22 @@ class Builder:
         elif name in ITEMS and index == 0:
             self._fulfil(node, ITEMS[name](args, self._node_shape))
         else:
+            self._check_item(source, index)
             self._add(node, self._opaque(source, index))
+
+    def _check_item(self, source: fx.Node, index: int) -> None:
+        """Every result of an operator is a layer that computes it anew: that must be the same."""
+        used = [user for user in source.users if user.users]
+        if len(used) > 1 and _draws(source):
+            raise CaptureError(
+                f"{aten_name(source)!r} of {self._path(source) or 'the model'!r} uses random "
+                "numbers, and several of its results are used; use only one of them"
+            )
+        if aten_name(source) == "native_group_norm" and index:
+            raise CaptureError(
+                "the statistics that 'native_group_norm' returns have no gradient of their own; "
+                "compute them with torch.var_mean"
+            )
 
     def _select(self, node: fx.Node, source: fx.Node, dim: int, index: int) -> None:
         """One index of a dimension: a slice, then a view without that dimension."""
@@ -172,6 +195,8 @@ class Builder:
         called = request.attrs.get("node", node) if request.op in AS_CALLED else None
         tensors = request.tensors if called is None else _tensor_nodes(called)
         operands = [self._operand(tensor) for tensor in tensors]
+        if request.op in PADDING:
+            operands[0] = self._as_value(node, operands[0])
         attrs = self._attrs(node, request, operands)
         values = [o for o in operands if o is not None and o.kind == "value"]
         inputs = [(o.shape, self.layers[o.name].dims) for o in values]
@@ -191,6 +216,27 @@ class Builder:
         self.layers[layer.name] = layer
         operand = self.values[node] = Operand("value", layer.name, shape, layer.scalar)
         return operand
+
+    def _as_value(self, node: fx.Node, operand: Operand | None) -> Operand:
+        """A stored tensor as a layer: what lies beyond its edge comes with the messages."""
+        assert operand is not None
+        if operand.kind == "value":
+            return operand
+        dims, slot = default_dims(operand.shape), (Slot(0),)
+        attrs = {"present": (True,), "called": "clone", "in_place": False, "written": False}
+        layer = Layer(
+            name=self._unique(f"{operand.name}.clone"),
+            op="pointwise",
+            operands=(operand,),
+            shape=operand.shape,
+            dims=dims,
+            attrs=attrs,
+            target="aten.clone.default",
+            args=slot,
+            dtype=node.meta["val"].dtype,
+        )
+        self.layers[layer.name] = layer
+        return Operand("value", layer.name, operand.shape)
 
     def _attrs(
         self, node: fx.Node, request: Request, operands: list[Operand | None]

@@ -80,6 +80,7 @@ class _Functional:
                 self.parents[node] = parent
             writes = is_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
             before = self._way(node.args[0]) if writes else []  # type: ignore[arg-type]
+            _check_writes(node)
             self.values[node] = self._copied(node)
             self.shown[node] = self.versions.get(self._owner(node), 0)
             if writes:
@@ -147,6 +148,11 @@ class _Functional:
             return
         if name is not None:
             raise CaptureError(f"the model writes into {name!r} in its forward pass")
+        if way[-1][0].op == "placeholder":
+            raise CaptureError(
+                f"the model writes in place ({aten_name(node, strip=False)}) into its input "
+                f"{way[-1][0].name!r}; use the operator that is not in place (inplace=False)"
+            )
         owner, value = way[-1][0], self.values[node]
         version = self.versions[owner] = self.versions.get(owner, 0) + 1
         self._show(target, value, version)
@@ -205,6 +211,18 @@ class _Functional:
         node = self.graph.call_function(target, args, kwargs)
         node.meta = dict(like.meta)
         return node
+
+
+def _check_writes(node: fx.Node) -> None:
+    """Refuses operators that write into other arguments than the one they are named for."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments[is_in_place(node) :] if schema is not None else ()
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            raise CaptureError(
+                f"the model calls {aten_name(node, strip=False)!r}, which writes into its argument "
+                f"{argument.name!r}; use an operator that returns its results"
+            )
 
 
 def _parent(node: fx.Node) -> fx.Node | None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.comm.timeline import Timeline
+from shardwise.errors import ShardwiseError
 from shardwise.exchange import Wait, carry, start
 from shardwise.formats import filling
 from shardwise.gradients import GradientSums
@@ -173,7 +174,14 @@ class Runtime:
             dtype = torch.float32 if sensitive else self.precision
             tensors = [_as_real(tensor, dtype) for tensor in tensors]
         y = op.strategy.run(self.bound.share(op, self.device), tensors)
-        return self._lowered(y if y.ndim else y.reshape(1))
+        y = self._lowered(y if y.ndim else y.reshape(1))
+        if y.shape != op.local.output.shape or y.dtype != self._dtype(op.result):
+            raise ShardwiseError(
+                f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "
+                f"{_kind(op.local.output.shape, self._dtype(op.result))} was expected; the model "
+                "was captured for other types of inputs or parameters, or under another autocast"
+            )
+        return y
 
     def _nothing(self, op: Op, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The result of a layer of which this rank has no part.
@@ -294,6 +302,10 @@ class _Flow:
 def _as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Of this dtype, unless it holds whole numbers."""
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
 
 
 def _leaf(x: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
