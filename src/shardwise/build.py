@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from shardwise.capture import Captured
 
 PADDING = ("conv", "pad", "max_pool", "avg_pool")  # operators that read beyond an edge
-    "conv",
-    "pad",
-    "max_pool",
-    "avg_pool",
-)  # operators that read beyond the edge of the first
 AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
 
 
