@@ -11,3 +11,9 @@ class CaptureError(ShardwiseError):
 
 class PlanError(ShardwiseError):
     """A plan that does not fit the model, the shape or the workers."""
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")

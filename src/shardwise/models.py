@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import zoo
 from shardwise.config import AXES, AXIS_NAMES
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, one_line
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def _build(spec: str, factory: Any, options: dict[str, Any]) -> nn.Module:
     try:
         model = factory(**options)
     except Exception as error:
-        raise ShardwiseError(f"building {spec!r} failed with {_one_line(error)}") from error
+        raise ShardwiseError(f"building {spec!r} failed with {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ShardwiseError(f"{spec!r} built a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -85,7 +85,7 @@ def _load_module(place: str) -> ModuleType:
     try:
         return _run_file(path) if is_file else importlib.import_module(place)
     except Exception as error:
-        raise ShardwiseError(f"{place!r} cannot be imported: {_one_line(error)}") from error
+        raise ShardwiseError(f"{place!r} cannot be imported: {one_line(error)}") from error
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -104,12 +104,6 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
     close = get_close_matches(name, public, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ShardwiseError(f"{place!r} has no {name!r}{hint}")
-
-
-def _one_line(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
 
 
 # -- shapes, splits, options -----------------------------------------------------------------------
