@@ -1,0 +1,152 @@
+"""Runs cases in processes that may crash or hang: such a case is reported, the others go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from outside_cases import source
+from outside_cases.case import Case, number
+from outside_cases.trial import SLOW, TRACEBACK, Verdict, attempt
+
+BUILDING = 120.0  # seconds that making the cases of a group may take
+AT_ONCE = 400  # cases after which a process is replaced, so that none grows without end
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some cases of one group: so many at most, drawn with the seed, or exactly those named."""
+
+    source: str
+    group: str
+    most: int | None
+    seed: int
+    only: str = ""
+
+    def cases(self) -> list[Case]:
+        found: list[Case] = source(self.source).cases(self.group)
+        if self.only:
+            return [case for case in found if case.name == self.only] or found
+        if self.most is not None and len(found) > self.most:
+            draw = random.Random(number(self.group) + self.seed)
+            found = [found[i] for i in sorted(draw.sample(range(len(found)), self.most))]
+        return found
+
+
+def _serve(pipe: Connection) -> None:
+    """A process's life: takes a chunk and the names to leave out, answers with verdicts."""
+    while True:
+        chunk, done = pipe.recv()
+        try:
+            cases = chunk.cases()
+        except Exception as error:
+            name = f"{chunk.source}:{chunk.group}:*"
+            pipe.send(Verdict(name, TRACEBACK, f"its samples cannot be made: {error!r}"))
+            cases = []
+        for case in cases:
+            if case.name not in done:
+                pipe.send(case.name)
+                pipe.send(case.seconds)
+                pipe.send(attempt(case, chunk.seed))
+        pipe.send(None)
+
+
+@dataclass
+class Worker:
+    """A process with what it is doing at the moment."""
+
+    chunk: Chunk | None = None
+    done: set[str] = field(default_factory=set)
+    current: str = ""
+    deadline: float = 0.0
+    num_cases: int = 0
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.num_cases = 0
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def give(self, chunk: Chunk) -> None:
+        if self.num_cases > AT_ONCE:
+            self.end()
+            self._start()
+        self.chunk, self.done = chunk, set()
+        self._send()
+
+    def _send(self) -> None:
+        self.current, self.deadline = "", time.monotonic() + BUILDING
+        self.pipe.send((self.chunk, self.done))
+
+    def take(self, message: Any) -> Verdict | None:
+        """Notes what the process said."""
+        if isinstance(message, str):
+            self.current = message
+        elif isinstance(message, float):
+            self.deadline = time.monotonic() + message
+        elif isinstance(message, Verdict):
+            self.done.add(message.case)
+            self.num_cases += 1
+            self.deadline = time.monotonic() + BUILDING
+            return message
+        else:
+            self.chunk = None
+        return None
+
+    def lost(self, kind: str, reason: str) -> Verdict:
+        """The verdict about the case at which the process ended; a new one goes on after it."""
+        assert self.chunk is not None
+        self.end()
+        name = self.current or f"{self.chunk.source}:{self.chunk.group}:*"
+        self.done.add(name)
+        self._start()
+        if self.current:
+            self._send()
+        else:
+            self.chunk = None
+        return Verdict(name, kind, reason)
+
+
+def run(chunks: list[Chunk], jobs: int, go_on: Callable[[], bool]) -> Iterator[Verdict]:
+    """The verdicts about all cases of all chunks, as they come, until `go_on` says no."""
+    todo, workers = chunks[::-1], [Worker() for _ in range(jobs)]
+    try:
+        while True:
+            for worker in workers:
+                if worker.chunk is None and todo and go_on():
+                    worker.give(todo.pop())
+            busy = {worker.pipe: worker for worker in workers if worker.chunk is not None}
+            if not busy:
+                return
+            ready = wait(list(busy), timeout=1.0)
+            for pipe, worker in busy.items():
+                verdict = None
+                try:
+                    if pipe in ready:
+                        verdict = worker.take(pipe.recv())
+                    elif time.monotonic() > worker.deadline:
+                        verdict = worker.lost(SLOW, "no answer in time")
+                except (EOFError, OSError):
+                    worker.process.join()
+                    code = worker.process.exitcode
+                    verdict = worker.lost(TRACEBACK, f"the process ended with {code}")
+                if verdict is not None:
+                    yield verdict
+    finally:
+        for worker in workers:
+            worker.end()
