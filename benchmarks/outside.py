@@ -25,13 +25,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests")]  # whose tables are used here too
+import torch  # noqa: E402
 
 from outside_cases import SOURCES, source
-from outside_cases.trial import BAD, CLASSES, EXPORT, REFUSED, SLOW, TRACEBACK, Verdict
+from outside_cases.trial import BAD, CLASSES, EXPORT, REFUSED, SLOW, Verdict
 from outside_cases.workers import Chunk, run
 
 

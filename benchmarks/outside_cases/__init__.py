@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
-SOURCES = ("op_db", "modules", "errors", "convolutions", "peers", "networks")
+TESTS = Path(__file__).resolve().parents[2] / "tests"  # whose tables are used here too
+if str(TESTS) not in sys.path:
+    sys.path.append(str(TESTS))
+
+SOURCES = ("op_db", "modules", "errors", "convolutions", "peers", "networks", "programs")
 
 
 def source(name: str) -> ModuleType:
     """The module of a source; imported when it is asked for, since some import large packages."""
-    from importlib import import_module
-
     return import_module(f"outside_cases.{name}")

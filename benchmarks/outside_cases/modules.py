@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.testing._internal.common_modules import module_db
 
 from outside_cases.case import Case, as_module, number, seed_everything
@@ -67,4 +68,6 @@ def build(kind: Any, sample: Any, dtype: torch.dtype, seed: int) -> Any:
     module = kind(*made.args, **made.kwargs).to(dtype)
     if getattr(module, "inplace", False):
         module = Cloned(module)
+    if isinstance(module, LazyModuleMixin):
+        module(*given.args, **given.kwargs)  # its parameters are made by its first call
     return as_module(module, given.args, dict(given.kwargs), seed)

@@ -15,6 +15,7 @@ from shardwise.parallel import ParallelModel
 
 # Largest error of an element, relative to the largest of its tensor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+FLOOR = 1e-13  # of the largest gradient: smaller ones may be nothing but rounding
 COMPLEX = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 
 
@@ -110,24 +111,39 @@ def difference(found: Seen, expected: Seen, noise: dict[str, float] | None = Non
     """What differs first, in words; `noise` is how much each tensor may change by itself."""
     if found.spec != expected.spec:
         return f"the output is nested as {found.spec} and not {expected.spec}"
+    top = _tops(expected)
     for name in {**expected.tensors, **found.tensors}:
         if name not in found.tensors:
             return f"{name} is missing"
         if name not in expected.tensors:
             return f"{name} should not be there"
-        reason = _differs(found.tensors[name], expected.tensors[name], (noise or {}).get(name, 0.0))
+        allowed = max(FLOOR * top[_kind(name)], 100 * (noise or {}).get(name, 0.0))
+        reason = _differs(found.tensors[name], expected.tensors[name], allowed)
         if reason is not None:
             return f"{name}: {reason}"
     return None
 
 
-def _differs(found: torch.Tensor, expected: torch.Tensor, noise: float) -> str | None:
+def _kind(name: str) -> str:
+    return "gradient" if name.startswith("gradient") else name
+
+
+def _tops(seen: Seen) -> dict[str, float]:
+    """The largest finite element of all gradients together, and of each other tensor."""
+    top: dict[str, float] = {}
+    for name, tensor in seen.tensors.items():
+        size = _size(_reals(tensor).nan_to_num(0, 0, 0))
+        top[_kind(name)] = max(top.get(_kind(name), 0.0), size)
+    return top
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor, allowed: float) -> str | None:
     if found.dtype != expected.dtype:
         return f"{found.dtype} instead of {expected.dtype}"
     if found.shape != expected.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
     if not (expected.is_floating_point() or expected.is_complex()):
-        if torch.equal(found, expected):
+        if torch.equal(found, expected) or allowed == float("inf"):
             return None
         return f"{int((found != expected).sum())} of {expected.numel()} {expected.dtype} differ"
     tolerance = TOLERANCE[COMPLEX.get(expected.dtype, expected.dtype)]
@@ -137,7 +153,7 @@ def _differs(found: torch.Tensor, expected: torch.Tensor, noise: float) -> str |
         return f"other elements are infinite or NaN ({int((~found.isfinite()).sum())} instead of {int(odd.sum())} of {expected.numel()})"
     error = _size(torch.where(odd, 0.0, found - expected))
     size = _size(torch.where(odd, 0.0, expected))
-    if error <= max(tolerance * size, 100 * noise, 1e-300):
+    if error <= max(tolerance * size, allowed, 1e-300):
         return None
     return f"error {error:.3g} (size {size:.3g})"
 
@@ -157,7 +173,10 @@ def _size(x: torch.Tensor) -> float:
 
 
 def noise_of(changed: list[Seen], expected: Seen) -> dict[str, float]:
-    """How far each tensor moved when inputs and weights were changed in their last bits."""
+    """How far each tensor moved when inputs and weights were changed in their last bits.
+
+    Whole numbers that did not stay the same may be anything.
+    """
     noise = {}
     for name, tensor in expected.tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -167,6 +186,8 @@ def noise_of(changed: list[Seen], expected: Seen) -> dict[str, float]:
                 if seen.tensors.get(name, tensor).shape == tensor.shape
             ]
             noise[name] = max((_size(move.nan_to_num(0, 0, 0)) for move in moves), default=0.0)
+        elif not all(torch.equal(seen.tensors[name], tensor) for seen in changed):
+            noise[name] = float("inf")
     return noise
 
 
