@@ -25,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 from outside_cases import SOURCES, source
 from outside_cases.trial import BAD, CLASSES, EXPORT, REFUSED, SLOW, Verdict
@@ -51,10 +51,13 @@ def chunks_named(only: str, seed: int) -> list[Chunk]:
     name = only.split(":")[0]
     if name not in SOURCES:
         sys.exit(f"there is no source {name!r}; there are {', '.join(SOURCES)}")
-    groups = [g for g in source(name).groups() if f"{name}:{g}:".startswith(only.rstrip(":") + ":")]
-    if groups:
-        return [Chunk(name, group, None, seed) for group in groups]
-    return [Chunk(name, only.split(":", 1)[1].rpartition(":")[0], None, seed, only)]
+    groups = source(name).groups()
+    one = only.split(":", 1)[-1].rpartition(":")[0]
+    if one in groups:
+        return [Chunk(name, one, None, seed, only)]
+    return [
+        Chunk(name, group, None, seed) for group in groups if f"{name}:{group}:".startswith(only)
+    ]
 
 
 def table(verdicts: list[Verdict]) -> str:

@@ -15,7 +15,7 @@ from shardwise.parallel import ParallelModel
 
 # Largest error of an element, relative to the largest of its tensor.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
-FLOOR = 1e-13  # of the largest gradient: smaller ones may be nothing but rounding
+FLOOR = 1e-13  # of the largest gradient or weight: less may be nothing but rounding
 COMPLEX = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 
 
@@ -48,8 +48,8 @@ def observe(
             x.grad = None
         model.zero_grad()
         with torch.set_grad_enabled(backward):
-            outputs, spec = pytree.tree_flatten(model(*inputs))
-        tensors |= {f"output {i} of step {step}": _bare(y) for i, y in enumerate(outputs)}
+            outputs, spec = _flat(model(*inputs))
+        tensors |= {f"output {i} of step {step}": y.clone() for i, y in enumerate(outputs)}
         if backward:
             _loss(outputs).backward()
             tensors |= {f"gradient of {n} in step {step}": g for n, g in _gradients(model, inputs)}
@@ -57,8 +57,8 @@ def observe(
             optimizer.step()
     if and_eval:
         with torch.no_grad():
-            outputs = pytree.tree_leaves(model.eval()(*inputs))
-        tensors |= {f"output {i} in evaluation": _bare(y) for i, y in enumerate(outputs)}
+            outputs, _ = _flat(model.eval()(*inputs))
+        tensors |= {f"output {i} in evaluation": y for i, y in enumerate(outputs)}
     tensors |= {f"{name} afterwards": tensor.clone() for name, tensor in _state(model).items()}
     tensors["random numbers afterwards"] = torch.get_rng_state()
     tensors |= {f"input {i} afterwards": x.detach() for i, x in enumerate(inputs)}
@@ -71,15 +71,18 @@ def _own(x: torch.Tensor, backward: bool) -> torch.Tensor:
     return x.requires_grad_(backward and (x.is_floating_point() or x.is_complex()))
 
 
-def _bare(y: Any) -> torch.Tensor:
-    return y.detach().clone() if isinstance(y, torch.Tensor) else torch.tensor(y)
+def _flat(output: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of an output, and all else about it: its nesting and what is no tensor."""
+    leaves, spec = pytree.tree_flatten(output)
+    others = [None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], (spec, others)
 
 
-def _loss(outputs: list[Any]) -> torch.Tensor:
+def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
     """A sum that weighs every element of every output differently."""
     terms = []
     for seed, y in enumerate(outputs):
-        if isinstance(y, torch.Tensor) and y.requires_grad:
+        if y.requires_grad:
             y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
             generator = torch.Generator().manual_seed(seed)
             weights = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.dtype)
@@ -117,7 +120,7 @@ def difference(found: Seen, expected: Seen, noise: dict[str, float] | None = Non
             return f"{name} is missing"
         if name not in expected.tensors:
             return f"{name} should not be there"
-        allowed = max(FLOOR * top[_kind(name)], 100 * (noise or {}).get(name, 0.0))
+        allowed = max(FLOOR * top.get(_kind(name), 0.0), 100 * (noise or {}).get(name, 0.0))
         reason = _differs(found.tensors[name], expected.tensors[name], allowed)
         if reason is not None:
             return f"{name}: {reason}"
@@ -125,13 +128,17 @@ def difference(found: Seen, expected: Seen, noise: dict[str, float] | None = Non
 
 
 def _kind(name: str) -> str:
-    return "gradient" if name.startswith("gradient") else name
+    if name.startswith("gradient"):
+        return "gradient"
+    return "state" if name.endswith("afterwards") and not name.startswith("input") else name
 
 
 def _tops(seen: Seen) -> dict[str, float]:
-    """The largest finite element of all gradients together, and of each other tensor."""
+    """The largest finite element of all gradients, of all states, and of each other tensor."""
     top: dict[str, float] = {}
     for name, tensor in seen.tensors.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
         size = _size(_reals(tensor).nan_to_num(0, 0, 0))
         top[_kind(name)] = max(top.get(_kind(name), 0.0), size)
     return top
@@ -150,7 +157,8 @@ def _differs(found: torch.Tensor, expected: torch.Tensor, allowed: float) -> str
     found, expected = _reals(found), _reals(expected)
     odd = ~expected.isfinite()
     if not torch.equal(_marks(found), _marks(expected)):
-        return f"other elements are infinite or NaN ({int((~found.isfinite()).sum())} instead of {int(odd.sum())} of {expected.numel()})"
+        num_found = int((~found.isfinite()).sum())
+        return f"other elements are infinite or NaN ({num_found} instead of {int(odd.sum())})"
     error = _size(torch.where(odd, 0.0, found - expected))
     size = _size(torch.where(odd, 0.0, expected))
     if error <= max(tolerance * size, allowed, 1e-300):
@@ -179,14 +187,11 @@ def noise_of(changed: list[Seen], expected: Seen) -> dict[str, float]:
     """
     noise = {}
     for name, tensor in expected.tensors.items():
+        others = [seen.tensors.get(name, tensor) for seen in changed]
         if tensor.is_floating_point() or tensor.is_complex():
-            moves = [
-                _reals(seen.tensors[name]) - _reals(tensor)
-                for seen in changed
-                if seen.tensors.get(name, tensor).shape == tensor.shape
-            ]
+            moves = [_reals(x) - _reals(tensor) for x in others if x.shape == tensor.shape]
             noise[name] = max((_size(move.nan_to_num(0, 0, 0)) for move in moves), default=0.0)
-        elif not all(torch.equal(seen.tensors[name], tensor) for seen in changed):
+        elif not all(torch.equal(x, tensor) for x in others):
             noise[name] = float("inf")
     return noise
 

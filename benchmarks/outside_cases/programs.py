@@ -100,8 +100,7 @@ MODULES: list[Callable[[random.Random, T], Step]] = [
 ]  # fmt: skip
 UNARY: list[Callable[[random.Random, T], Step]] = [
     lambda d, x: getattr(torch, d.choice(
-        "tanh exp sigmoid abs square sign floor round neg relu sin isnan isfinite logical_not "
-        "signbit erf sqrt trunc frac reciprocal log1p".split())),
+        ["tanh", "exp", "sigmoid", "abs", "square", "sign", "floor", "round", "neg", "relu", "sin", "isnan", "isfinite", "logical_not", "signbit", "erf", "sqrt", "trunc", "frac", "reciprocal", "log1p"])),
     lambda d, x: lambda y: y.clamp(-0.5, 0.5),
     lambda d, x: lambda y: y.clamp(min=0),
     lambda d, x: lambda y: y.pow(2),
@@ -138,9 +137,9 @@ INDICES: list[Callable[[random.Random, T], Step]] = [
     lambda d, x: lambda y: y.flatten(1)[:, ::2],
 ]
 REDUCTIONS: list[Callable[[random.Random, T], Step]] = [
-    lambda d, x: getattr(torch, d.choice("sum mean amax amin prod std median numel".split())),
+    lambda d, x: getattr(torch, d.choice(["sum", "mean", "amax", "amin", "prod", "std", "median", "numel"])),
     lambda d, x: partial(
-        getattr(torch, d.choice("sum mean amax amin var logsumexp softmax log_softmax".split())),
+        getattr(torch, d.choice(["sum", "mean", "amax", "amin", "var", "logsumexp", "softmax", "log_softmax"])),
         dim=_dim(d, x)),
     lambda d, x: partial(torch.mean, dim=_dim(d, x), keepdim=True),
     lambda d, x: partial(d.choice([torch.any, torch.all, torch.count_nonzero]), dim=_dim(d, x)),
