@@ -23,6 +23,13 @@ LARGEST = 6000  # elements of a value
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16)
 
 
+# Names of functions in torch.
+FUNCTIONS = """tanh exp sigmoid abs square sign floor round neg relu sin isnan isfinite logical_not
+signbit erf sqrt trunc frac reciprocal log1p""".split()  # noqa: SIM905
+TO_SCALARS = ("sum", "mean", "amax", "amin", "prod", "std", "median", "numel")
+ALONG_A_DIM = ("sum", "mean", "amax", "amin", "var", "logsumexp", "softmax", "log_softmax")
+
+
 def _dim(draw: random.Random, x: T) -> int:
     return draw.randrange(-x.ndim, x.ndim)
 
@@ -100,7 +107,7 @@ MODULES: list[Callable[[random.Random, T], Step]] = [
 ]  # fmt: skip
 UNARY: list[Callable[[random.Random, T], Step]] = [
     lambda d, x: getattr(torch, d.choice(
-        ["tanh", "exp", "sigmoid", "abs", "square", "sign", "floor", "round", "neg", "relu", "sin", "isnan", "isfinite", "logical_not", "signbit", "erf", "sqrt", "trunc", "frac", "reciprocal", "log1p"])),
+        FUNCTIONS)),
     lambda d, x: lambda y: y.clamp(-0.5, 0.5),
     lambda d, x: lambda y: y.clamp(min=0),
     lambda d, x: lambda y: y.pow(2),
@@ -137,9 +144,9 @@ INDICES: list[Callable[[random.Random, T], Step]] = [
     lambda d, x: lambda y: y.flatten(1)[:, ::2],
 ]
 REDUCTIONS: list[Callable[[random.Random, T], Step]] = [
-    lambda d, x: getattr(torch, d.choice(["sum", "mean", "amax", "amin", "prod", "std", "median", "numel"])),
+    lambda d, x: getattr(torch, d.choice(TO_SCALARS)),
     lambda d, x: partial(
-        getattr(torch, d.choice(["sum", "mean", "amax", "amin", "var", "logsumexp", "softmax", "log_softmax"])),
+        getattr(torch, d.choice(ALONG_A_DIM)),
         dim=_dim(d, x)),
     lambda d, x: partial(torch.mean, dim=_dim(d, x), keepdim=True),
     lambda d, x: partial(d.choice([torch.any, torch.all, torch.count_nonzero]), dim=_dim(d, x)),

@@ -65,6 +65,7 @@ def _attempt(case: Case, seed: int) -> tuple[str, str, str]:
         return (WRONG, wrong, "") if wrong else (WHOLE, "", "")
     assert case.build is not None
     module, inputs = case.build()
+    pristine = copy.deepcopy(module)
     try:
         expected, backward = _reference(module, inputs, case)
     except Exception as error:
@@ -83,7 +84,7 @@ def _attempt(case: Case, seed: int) -> tuple[str, str, str]:
         return (REFUSED if refused else EXPORT), str(error), ""
     except Exception as error:
         return TRACEBACK, "capture: " + _told(error), ""
-    trial = _Trial(case, module, inputs, captured, expected, backward)
+    trial = _Trial(case, module, pristine, inputs, captured, expected, backward)
     worst, begin = (WHOLE, "", ""), time.perf_counter()
     for draw in range(case.num_plans):
         if draw and time.perf_counter() - begin > case.seconds / 4:
@@ -91,8 +92,9 @@ def _attempt(case: Case, seed: int) -> tuple[str, str, str]:
         found = trial.run(seed + draw, uniform=draw % 2 == 0)
         worst = max(worst, found, key=lambda verdict: SEVERITY.index(verdict[0]))
         if worst[0] in BAD:
-            break
-    return worst
+            return worst
+    changed = trial.changed()
+    return (WRONG, f"the model itself was changed: {changed}", "") if changed else worst
 
 
 def _modes(case: Case) -> set[bool]:
@@ -135,6 +137,7 @@ class _Trial:
 
     case: Case
     module: nn.Module
+    pristine: nn.Module  # as it was before it was captured
     inputs: Inputs
     captured: dict[bool, Captured]
     expected: Seen | Exception
@@ -164,6 +167,12 @@ class _Trial:
                 return WRONG, f"rank {rank}: {reason}", text
         return (RIGHT if _is_split(graph, plan) else WHOLE), "", text
 
+    def changed(self) -> str | None:
+        """What the model given to Shardwise does no longer do as before."""
+        if isinstance(self.expected, Exception):
+            return None
+        return self._difference(_observe(self.module, self.inputs, self.case, self.backward))
+
     def _work(self, comm: Communicator, plan: Plan) -> Seen:
         model = parallelize(self.module, plan, comm=comm, graphs=self.graph)
         return _observe(model, self.inputs, self.case, self.backward)
@@ -188,7 +197,7 @@ class _Trial:
     def _measure_noise(self, expected: Seen) -> dict[str, float]:
         changed = []
         for seed in range(3):
-            module = copy.deepcopy(self.module)
+            module = copy.deepcopy(self.pristine)
             with torch.no_grad():
                 for tensor in module.parameters():
                     tensor.copy_(nudged(tensor, seed))
