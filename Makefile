@@ -1,12 +1,14 @@
 # The one place that pins torch. pip takes the CPU build where an index offers it, see CONTRIBUTING.md.
 TORCH := torch==2.13.0
+# What other people wrote, to try Shardwise on; without what they depend on, which is not used.
+OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train test test-deep lint format bench clean
+.PHONY: help setup browser train test test-deep lint format bench outside clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,6 +19,7 @@ $(READY): pyproject.toml Makefile hatch_build.py $(wildcard native/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps $(OUTSIDE)
 	@touch $@
 
 train: setup  ## train a small network on two local workers
@@ -47,6 +50,9 @@ format: setup  ## format the code and fix what can be fixed
 
 bench: setup  ## run every benchmark, one after the other, and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py
+
+outside: setup  ## try Shardwise on PyTorch's own samples and on networks of others: hours
+	$(BIN)/python -W ignore benchmarks/outside.py
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf .venv build dist runs .hypothesis .pytest_cache .ruff_cache

@@ -11,7 +11,8 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"  # whose tables are used h
 if str(TESTS) not in sys.path:
     sys.path.append(str(TESTS))
 
-SOURCES = ("op_db", "modules", "errors", "convolutions", "peers", "networks", "programs")
+SOURCES = ("op_db", "modules", "errors", "convolutions", "peers", "networks")
+RANDOM = ("programs", "drawn")  # without an end
 
 
 def source(name: str) -> ModuleType:

@@ -87,6 +87,8 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
             generator = torch.Generator().manual_seed(seed)
             weights = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.dtype)
             terms.append((y * weights).double().sum())
+    if not terms:
+        raise RuntimeError("no output has a gradient")
     return torch.stack(terms).sum()
 
 

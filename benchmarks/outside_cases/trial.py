@@ -6,7 +6,7 @@ import copy
 import random
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.strategies.base import Split
 
 RIGHT, WHOLE, REFUSED, EXPORT = "right and split", "right but whole", "refused", "no export"
 WRONG, HUNG, TRACEBACK = "wrong", "hung", "traceback"
-NOT_RUNNABLE, SLOW = "not runnable", "too slow"
+SLOW, NOT_RUNNABLE = "too slow", "not runnable"
 CLASSES = (RIGHT, WHOLE, REFUSED, EXPORT, WRONG, HUNG, TRACEBACK, SLOW, NOT_RUNNABLE)
 BAD = (WRONG, HUNG, TRACEBACK)
 SEVERITY = (WHOLE, RIGHT, REFUSED, WRONG, HUNG, TRACEBACK)  # of plans; the worst is the case's
@@ -34,18 +34,21 @@ UNIFORM: tuple[dict[str, int], ...] = (
     {"n": 2}, {"h": 2}, {"f": 2}, {"c": 2}, {"n": 2, "h": 2}, {"w": 3}, {"h": 2, "w": 2},
     {"f": 3}, {"n": 3}, {"c": 2, "f": 2}, {"n": 5}, {"d": 2},
 )  # fmt: skip
+WORLDS = (2, 2, 3, 3, 4, 5)  # of random plans
+AS_A_USER = 0.1  # of all plans are run without the graphs that were captured before
 
 Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case."""
+    """What became of a case, or of one plan for it."""
 
-    case: str
     kind: str
     reason: str = ""
     plan: str = ""
+    case: str = ""
+    num_runs: int = 1  # each with another plan, world and order of arrivals
     seconds: float = 0.0
 
 
@@ -53,82 +56,63 @@ def attempt(case: Case, seed: int) -> Verdict:
     """The verdict about a case; never raises."""
     begin = time.perf_counter()
     try:
-        kind, reason, plan = _attempt(case, number(case.name) + seed)
+        found = _attempt(case, number(case.name) + seed)
     except Exception as error:
-        kind, reason, plan = TRACEBACK, _told(error), ""
-    return Verdict(case.name, kind, reason, plan, time.perf_counter() - begin)
+        found = Verdict(TRACEBACK, _told(error))
+    return replace(found, case=case.name, seconds=time.perf_counter() - begin)
 
 
-def _attempt(case: Case, seed: int) -> tuple[str, str, str]:
+def _attempt(case: Case, seed: int) -> Verdict:
     if case.check is not None:
         wrong = case.check(seed)
-        return (WRONG, wrong, "") if wrong else (WHOLE, "", "")
+        return Verdict(WRONG, wrong) if wrong else Verdict(WHOLE)
     assert case.build is not None
     module, inputs = case.build()
     pristine = copy.deepcopy(module)
     try:
-        expected, backward = _reference(module, inputs, case)
+        expected, backward = _reference(pristine, inputs, case)
     except Exception as error:
-        if not case.must_fail:
-            return NOT_RUNNABLE, _told(error), ""
         expected, backward = error, True
-    else:
-        if case.must_fail:
-            return NOT_RUNNABLE, "torch does not raise", ""
+    if isinstance(expected, Exception) != case.must_fail:
+        return Verdict(NOT_RUNNABLE, "no error" if case.must_fail else str(expected)[:200])
     try:
-        captured = {t: Captured(module, inputs, t) for t in _modes(case)}
+        modes = {True, False} if case.and_eval else {True, case.training}
+        captured = {training: Captured(module, inputs, training) for training in modes}
         for exported in captured.values():
             exported.graph(inputs[0].shape[0])
     except ShardwiseError as error:
-        refused = case.must_fail or not _export_fails(module, inputs)
-        return (REFUSED if refused else EXPORT), str(error), ""
+        ours = case.must_fail or not _export_fails(pristine, inputs)
+        return Verdict(REFUSED if ours else EXPORT, str(error))
     except Exception as error:
-        return TRACEBACK, "capture: " + _told(error), ""
-    trial = _Trial(case, module, pristine, inputs, captured, expected, backward)
-    worst, begin = (WHOLE, "", ""), time.perf_counter()
-    for draw in range(case.num_plans):
-        if draw and time.perf_counter() - begin > case.seconds / 4:
-            break
-        found = trial.run(seed + draw, uniform=draw % 2 == 0)
-        worst = max(worst, found, key=lambda verdict: SEVERITY.index(verdict[0]))
-        if worst[0] in BAD:
-            return worst
-    changed = trial.changed()
-    return (WRONG, f"the model itself was changed: {changed}", "") if changed else worst
-
-
-def _modes(case: Case) -> set[bool]:
-    return {True, False} if case.and_eval else {True, case.training}
+        return Verdict(TRACEBACK, "capture: " + _told(error))
+    return _Trial(case, module, pristine, inputs, captured, expected, backward).verdict(seed)
 
 
 def _observe(model: nn.Module, inputs: Inputs, case: Case, backward: bool) -> Seen:
     return observe(model, inputs, case.training, backward, case.num_steps, case.and_eval)
 
 
-def _export_fails(module: nn.Module, inputs: Inputs) -> bool:
-    """Whether torch.export itself cannot take this model, with all sizes fixed."""
-    try:
-        torch.export.export(module, inputs, strict=False)
-    except Exception:
-        return True
-    return False
-
-
 def _reference(module: nn.Module, inputs: Inputs, case: Case) -> tuple[Seen, bool]:
     """What plain torch gives, with gradients where it has any; raises where it gives nothing."""
-
-    def once(backward: bool) -> Seen:
-        return _observe(copy.deepcopy(module), inputs, case, backward)
-
     backward = True
     try:
-        seen = once(True)
+        seen = _observe(copy.deepcopy(module), inputs, case, True)
     except (RuntimeError, NotImplementedError):
-        seen, backward = once(False), False
-    reason = difference(once(backward), seen)
+        backward = False
+        seen = _observe(copy.deepcopy(module), inputs, case, False)
+    reason = difference(_observe(copy.deepcopy(module), inputs, case, backward), seen)
     if reason is not None:
         raise RuntimeError(f"torch itself gives different results: {reason}")
     return seen, backward
+
+
+def _export_fails(module: nn.Module, inputs: Inputs) -> bool:
+    """Whether torch.export itself cannot take this model, with all sizes fixed."""
+    try:
+        torch.export.export(copy.deepcopy(module), inputs, strict=False)
+    except Exception:
+        return True
+    return False
 
 
 @dataclass
@@ -144,49 +128,66 @@ class _Trial:
     backward: bool
     noise: dict[str, float] | None = None
 
-    def graph(self, training: bool, batch: int) -> LayerGraph:
-        return self.captured[training].graph(batch)
-
-    def run(self, seed: int, uniform: bool) -> tuple[str, str, str]:
-        """The verdict about one plan."""
-        text = ""
-        try:
-            graph = self.graph(True, self.inputs[0].shape[0])
-            plan = _plan(graph, seed, uniform)
-            text = f"world {plan.world}, " + ", ".join(
-                f"{name}: {config}" for name, config in plan.layers.items()
-            )
-            found = World(plan.world, seed).run(self._work, plan)
-        except Exception as error:
-            return *self._raised(error), text
-        if isinstance(self.expected, Exception):
-            return WRONG, f"no error where torch says: {_told(self.expected)}", text
-        for rank, seen in enumerate(found):
+    def verdict(self, seed: int) -> Verdict:
+        """The worst of a few plans, as many as there is time for."""
+        worst, begin, num_runs = Verdict(WHOLE), time.perf_counter(), 0
+        for draw in range(self.case.num_plans):
+            found = self.run(seed + draw, uniform=draw % 2 == 0)
+            worst = max(worst, found, key=lambda verdict: SEVERITY.index(verdict.kind))
+            num_runs += 1
+            if worst.kind in BAD or time.perf_counter() - begin > self.case.seconds / 4:
+                break
+        if worst.kind not in BAD and isinstance(self.expected, Seen):
+            seen = _observe(self.module, self.inputs, self.case, self.backward)
             reason = self._difference(seen)
             if reason is not None:
-                return WRONG, f"rank {rank}: {reason}", text
-        return (RIGHT if _is_split(graph, plan) else WHOLE), "", text
+                worst = Verdict(WRONG, f"the model itself was changed: {reason}")
+        return replace(worst, num_runs=num_runs)
 
-    def changed(self) -> str | None:
-        """What the model given to Shardwise does no longer do as before."""
+    def run(self, seed: int, uniform: bool) -> Verdict:
+        """The verdict about one plan."""
+        text, draw = "", random.Random(seed)
+        try:
+            graph = self._graph(True, self.inputs[0].shape[0])
+            if uniform:
+                plan = Plan.uniform(graph, **draw.choice(UNIFORM))
+            else:
+                plan = Plan.random(graph, draw.choice(WORLDS), seed)
+            as_a_user = draw.random() < AS_A_USER
+            text = f"world {plan.world}{', as a user' * as_a_user}, " + ", ".join(
+                f"{name}: {config}" for name, config in plan.layers.items()
+            )
+            everywhere = World(plan.world, seed).run(self._work, plan, as_a_user)
+        except Exception as error:
+            return self._raised(error, text)
         if isinstance(self.expected, Exception):
-            return None
-        return self._difference(_observe(self.module, self.inputs, self.case, self.backward))
+            return Verdict(WRONG, f"no error where torch says: {_told(self.expected)}", text)
+        for rank, seen in enumerate(everywhere):
+            reason = self._difference(seen)
+            if reason is not None:
+                return Verdict(WRONG, f"rank {rank}: {reason}", text)
+        return Verdict(RIGHT if _is_split(graph, plan) else WHOLE, "", text)
 
-    def _work(self, comm: Communicator, plan: Plan) -> Seen:
-        model = parallelize(self.module, plan, comm=comm, graphs=self.graph)
+    def _graph(self, training: bool, batch: int) -> LayerGraph:
+        return self.captured[training].graph(batch)
+
+    def _work(self, comm: Communicator, plan: Plan, as_a_user: bool) -> Seen:
+        """What one rank of a world does."""
+        graphs = None if as_a_user else self._graph
+        model = parallelize(self.module, plan, comm=comm, graphs=graphs)
         return _observe(model, self.inputs, self.case, self.backward)
 
-    def _raised(self, error: Exception) -> tuple[str, str]:
+    def _raised(self, error: Exception, plan: str) -> Verdict:
         if isinstance(error, (Hung, Mismatch)):
-            return HUNG, str(error)
+            return Verdict(HUNG, str(error), plan)
         if isinstance(error, ShardwiseError):
-            return REFUSED, str(error)
+            return Verdict(REFUSED, str(error), plan)
         if isinstance(self.expected, Exception) and str(error) == str(self.expected):
-            return REFUSED, f"as torch: {error}"
-        return TRACEBACK, _told(error)
+            return Verdict(REFUSED, f"as torch: {error}", plan)
+        return Verdict(TRACEBACK, _told(error), plan)
 
     def _difference(self, seen: Seen) -> str | None:
+        """What differs from one device by more than a change in the last bits makes there."""
         assert isinstance(self.expected, Seen)
         reason = difference(seen, self.expected, self.noise)
         if reason is not None and self.noise is None:
@@ -204,13 +205,6 @@ class _Trial:
             inputs = tuple(nudged(x, seed) for x in self.inputs)
             changed.append(_observe(module, inputs, self.case, self.backward))
         return noise_of(changed, expected)
-
-
-def _plan(graph: LayerGraph, seed: int, uniform: bool) -> Plan:
-    draw = random.Random(seed)
-    if uniform:
-        return Plan.uniform(graph, **draw.choice(UNIFORM))
-    return Plan.random(graph, draw.choice((2, 2, 3, 3, 4, 5)), seed)
 
 
 def _is_split(graph: LayerGraph, plan: Plan) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -40,13 +42,15 @@ class Chunk:
 
 def _serve(pipe: Connection) -> None:
     """A process's life: takes a chunk and the names to leave out, answers with verdicts."""
+    warnings.simplefilter("ignore")
+    logging.disable()  # torch.export logs tracebacks of what it refuses
     while True:
         chunk, done = pipe.recv()
         try:
             cases = chunk.cases()
         except Exception as error:
             name = f"{chunk.source}:{chunk.group}:*"
-            pipe.send(Verdict(name, TRACEBACK, f"its samples cannot be made: {error!r}"))
+            pipe.send(Verdict(TRACEBACK, f"its samples cannot be made: {error!r}", case=name))
             cases = []
         for case in cases:
             if case.name not in done:
@@ -119,7 +123,7 @@ class Worker:
             self._send()
         else:
             self.chunk = None
-        return Verdict(name, kind, reason)
+        return Verdict(kind, reason, case=name)
 
 
 def run(chunks: list[Chunk], jobs: int, go_on: Callable[[], bool]) -> Iterator[Verdict]:
