@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import shardwise
 import shardwise.cli
 from shardwise.accelerate import TunedConv2d, convolutions
 from shardwise.kernels import layers
+from shardwise.kernels.relu import AppliedReLU
 from shardwise.kernels.run import Choice
 
 CHOICES = [
@@ -69,7 +71,7 @@ def test_the_copy_shares_parameters_and_computes_the_same(
     assert not model._forward_pre_hooks and model[0](x).is_contiguous()
     if layout != "auto":  # where torch may win the whole step
         assert isinstance(fast[0], TunedConv2d)
-        assert type(fast[2]) is nn.Identity and fast[1].relu
+        assert type(fast[2]) is AppliedReLU and fast[1].relu
     assert type(fast[3]) is nn.Conv2d  # padding by name stays with the stock operator
     model[5].p = fast[5].p = 0.0  # dropout draws its numbers in the order of memory
     for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
@@ -149,3 +151,38 @@ def test_norms_and_pools_are_ours_only_where_that_is_faster(
     for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
         torch.testing.assert_close(a, b)
     assert torch.equal(model[0].num_batches_tracked, fast[0].num_batches_tracked)
+
+
+def fused_for_inference(model: nn.Module) -> nn.Module:
+    """As a user would: batch norm becomes part of the convolution before it."""
+    model = copy.deepcopy(model).eval()
+    model[0] = nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])
+    model[1] = nn.Identity()
+    return model
+
+
+def test_a_relu_stays_where_another_layer_takes_the_place_of_the_one_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "MARGIN", float("inf"))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(8, 4, 3), nn.ReLU()),
+    )
+    x = torch.randn(4, 3, 10, 10)
+    fast = shardwise.accelerate(model, x)
+    assert fast[1].relu and fast[3].relu
+    close = {"rtol": 1e-3, "atol": 1e-4}
+    truth = fused_for_inference(model)(x)
+    torch.testing.assert_close(fused_for_inference(fast)(x), truth, **close)
+    fast[3] = model[3]
+    torch.testing.assert_close(fast.eval()(x), model.eval()(x), **close)
+
+
+def test_a_compiled_copy_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.randn(4, 3, 10, 10)
+    fast = shardwise.accelerate(model, x)
+    compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)

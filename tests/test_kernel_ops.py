@@ -75,8 +75,10 @@ def test_any_kernel_may_be_named_for_any_convolution(
         (torch.randn(0, 3, 8, 8), torch.randn(4, 3, 3, 3)),
         (torch.randn(2, 3, 8, 8)[:, :, ::2, 1:], torch.randn(4, 3, 3, 3)),
         (torch.randn(2, 3, 8, 8).permute(0, 1, 3, 2), torch.randn(3, 4, 3, 3).transpose(0, 1)),
+        (torch._neg_view(torch.randn(2, 3, 8, 8)), torch.randn(4, 3, 3, 3)),
+        (torch.randn(2, 3, 8, 8), torch._neg_view(torch.randn(4, 3, 3, 3))),
     ],
-    ids=["bfloat16", "no samples", "slices", "transposed"],
+    ids=["bfloat16", "no samples", "slices", "transposed", "negative x", "negative w"],
 )
 def test_odd_tensors_give_what_the_stock_operator_gives(x: torch.Tensor, w: torch.Tensor) -> None:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()

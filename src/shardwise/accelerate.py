@@ -14,6 +14,7 @@ from shardwise.kernels import tuner
 from shardwise.kernels.layers import OWN, adopt
 from shardwise.kernels.norm import FusedBatchNorm2d
 from shardwise.kernels.ops import convolve
+from shardwise.kernels.relu import AppliedReLU, applied
 from shardwise.kernels.run import Choice
 from shardwise.kernels.shape import ConvShape, shape_of
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
@@ -30,9 +31,10 @@ class TunedConv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.choice.stock or input.ndim != 4:
             y = super().forward(input)
-            return functional.relu(y, inplace=True) if self.relu else y
+            return applied(functional.relu(y, inplace=True)) if self.relu else y
         how = (self.stride, self.padding, self.dilation, self.groups)
-        return convolve(input, self.weight, self.bias, how, self.choice, self.relu)  # type: ignore[arg-type]
+        y = convolve(input, self.weight, self.bias, how, self.choice, self.relu)  # type: ignore[arg-type]
+        return applied(y) if self.relu else y
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _tuned(
         module = twin.get_submodule(name)
         module.__class__ = TunedConv2d  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
-    before_relus = {id(before) for _, before, _ in _before_relus(twin)}
+    before_relus = {id(before) for before, _ in _before_relus(twin)}
 
     def race(name: str, input: torch.Tensor) -> None:
         layer = twin.get_submodule(name)
@@ -118,22 +120,22 @@ def _tuned(
 
 def _fuse_relus(model: nn.Module) -> None:
     """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
-    for sequence, before, name in _before_relus(model):
+    for before, after in _before_relus(model):
         if isinstance(before, TunedConv2d | FusedBatchNorm2d):
             before.relu = True
-            sequence._modules[name] = nn.Identity().train(before.training)
+            after.__class__ = AppliedReLU
 
 
-def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
-    """Sequences, layers that only a ReLU follows there, and the names of those ReLUs."""
+def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Layers of sequences that only a ReLU follows, and those ReLUs."""
     uses: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         uses[id(module)] = uses.get(id(module), 0) + 1
     return [
-        (sequence, before, name)
+        (before, after)
         for sequence in model.modules()
         if type(sequence) is nn.Sequential
-        for (_, before), (name, after) in pairwise(sequence._modules.items())
+        for before, after in pairwise(sequence)
         if type(after) is nn.ReLU and isinstance(before, nn.Conv2d | nn.BatchNorm2d)
         if uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after)
     ]

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.kernels.native import library
+from shardwise.kernels.relu import applied
 from shardwise.kernels.shape import PRECISIONS, is_eager, memory_format, strictly_last
 
 
@@ -19,7 +20,7 @@ class Images(ctypes.Structure):
 
 def usable(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the native kernel takes these tensors."""
-    if not is_eager(x, *others) or library() is None:
+    if not is_eager(x, *others) or library() is None or x.is_neg():
         return False
     known = x.device.type == "cpu" and x.dtype in PRECISIONS and x.ndim == 4 and x.numel() > 0
     return known and all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in others)
@@ -64,7 +65,7 @@ class BatchNorm(torch.autograd.Function):
             return *_differentiable(ctx, dy), None, None, None
         lib, (x, weight, bias, mean, inverse) = library(), ctx.saved_tensors
         assert lib is not None
-        dy = dy.contiguous(memory_format=memory_format(strictly_last(x)))
+        dy = dy.resolve_neg().contiguous(memory_format=memory_format(strictly_last(x)))
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
         lib.lib.sw_norm_backward(
             *(x.dtype == torch.float64, ctypes.byref(_images(x))),
@@ -98,8 +99,9 @@ class FusedBatchNorm2d(torch.nn.BatchNorm2d):
             or input.numel() == input.shape[1]
         ):
             y = super().forward(input)
-            return functional.relu(y) if self.relu else y
+            return applied(functional.relu(y)) if self.relu else y
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         running = (*kept, self.momentum or 0.0)
-        return BatchNorm.apply(input, self.weight, self.bias, running, self.eps, self.relu)  # type: ignore[return-value]
+        y = BatchNorm.apply(input, self.weight, self.bias, running, self.eps, self.relu)
+        return applied(y) if self.relu else y  # type: ignore[arg-type, return-value]

@@ -71,7 +71,7 @@ class MaxPool(torch.autograd.Function):
             return *torch.autograd.grad(y, x, dy, create_graph=True), None
         lib = library()
         assert lib is not None
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = dy.resolve_neg().contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(x)
         lib.lib.sw_pool_backward(
             *(x.dtype == torch.float64, ctypes.byref(ctx.windows)),

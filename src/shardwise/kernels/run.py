@@ -149,7 +149,9 @@ def stock_backward(
 
 
 def _same(x: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is None or (other.dtype == x.dtype and other.device == x.device)
+    if other is None:
+        return True
+    return other.dtype == x.dtype and other.device == x.device and not other.is_neg()
 
 
 def _dense(t: torch.Tensor, last: bool) -> torch.Tensor:

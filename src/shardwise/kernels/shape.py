@@ -70,6 +70,7 @@ def shape_of(
 ) -> ConvShape | None:
     """The shape of this convolution, or None where only the stock operator will do."""
     usable = x.ndim == w.ndim == 4 and x.dtype == w.dtype and x.dtype in PRECISIONS
+    usable = usable and not x.is_neg() and not w.is_neg()  # views of which memory has the negative
     if not usable or x.device.type != "cpu" or w.device.type != "cpu" or not x.numel():
         return None
     shape = ConvShape(
