@@ -1,8 +1,10 @@
 // The plain C interface: raw pointers, no exceptions, a status for every call.
-#include "columns.hpp"
+#include "base.hpp"
+#include "deconvgemm.hpp"
 #include "depthwise.hpp"
 #include "direct.hpp"
 #include "pool.hpp"
+#include "reindex.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {

@@ -27,6 +27,21 @@ constexpr Blocks blocks = {"neon", 256, 128, 1024, 384 << 10, {{8, 3}, {6, 4}, {
 constexpr Blocks blocks = {"portable", 256, 96, 512, 192 << 10, {{6, 2}, {4, 3}, {4, 3}}};
 #endif
 
+// Winograd and direct convolutions; the same on every CPU so far.
+struct Tilings {
+    i64 band_bytes, direct_band_bytes;  // of a band of images that a thread has at hand
+    i64 panel_kc;  // channels of which a panel of U fits into the first-level cache
+    i64 block_kc;  // and of which all squares of a panel fit into the second-level one
+    i64 few;       // tiles for which filters are transformed where they are used
+    // The least tiles of a chunk: the cache decides, but filters (or sums) that are read from
+    // memory want many tiles each time.
+    i64 chunk, chunk_of_many_filters, filter_chunk, filter_chunk_of_many;
+};
+constexpr Tilings tilings = {128 << 10, 256 << 10, 192, 128, 192, 96, 192, 64, 256};
+
+// Rows of im2col that CONVGEMM_TRANS copies at a time.
+constexpr i64 trans_rows = 96;
+
 // Two multiply-adds a cycle, at best; a tile too small to hide their latency, or with more loads
 // than multiply-adds, is slower.
 inline double tile_cycles(int mr, int nv) {

@@ -121,7 +121,7 @@ template <class T> void convgemm_backward(const Problem& g, Tensors<T> t, Scratc
     convolve<T>(flipped(g), t.y, Filters<T>::backward(g, t.w), by_group, nullptr, t.out, scratch);
 }
 
-// -- CONVGEMM_TRANS --------------------------------------------------------------------------------
+// -- CONVGEMM_TRANS -------------------------------------------------------------------------------
 
 // dw of one group from its transpose, [(c, r, s)][f].
 template <class T> void store_filter(const Problem& g, const T* from, i64 ld, T* dw) {
@@ -162,7 +162,8 @@ void trans_planar(const Problem& g, const T* dy, T* dw, i64 mc, Rows make_rows, 
 // Channels last: dw[f, (r, s, c)] = dy^T[f, pixel] im2col[pixel, (r, s, c)]; nothing is transposed.
 template <class T, class Columns>
 void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Scratch& scratch) {
-    const i64 m = g.group_f(), n = g.depth(), k = g.columns(), kc = kc_of<T>(), mc = blocks.mc * 3 / 2;
+    const i64 m = g.group_f(), n = g.depth(), k = g.columns();
+    const i64 kc = kc_of<T>(), mc = blocks.mc * 3 / 2;
     const Tile tile = choose_tile<T>(m, n);
     const i64 nr = tile.nv * lanes<T>, nc = round_up(std::min(n, blocks.nc), nr);
     const i64 rows = round_up(std::min(m, mc), tile.mr);
@@ -186,7 +187,7 @@ void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Sc
 }
 
 template <class T> void convgemm_trans(const Problem& g, Tensors<T> t, Scratch& scratch) {
-    const i64 mc = 96, stride = kc_of<T>() + lanes<T>;
+    const i64 mc = trans_rows, stride = kc_of<T>() + lanes<T>;
     const Scratch start = scratch;
     for (i64 group = 0; group < g.groups; group++) {
         scratch = start;

@@ -1,7 +1,8 @@
-// One filter for each channel: nothing to multiply as matrices, so plain loops over rows or channels.
+// One filter for each channel: nothing to multiply as matrices, so plain loops over rows or
+// channels.
 #pragma once
 
-#include "columns.hpp"
+#include "convgemm.hpp"
 
 namespace shardwise {
 

@@ -7,10 +7,9 @@
 namespace shardwise {
 
 constexpr i64 direct_channels = 4;
-constexpr i64 direct_band_bytes = 256 << 10;
 
-// Columns that a stride of w skips between are kept apart, so that the pixels of a row are contiguous:
-// band[c][row][column % stride_w][column / stride_w], counted from the padding's corner.
+// Columns that a stride of w skips between are kept apart, so that the pixels of a row are
+// contiguous: band[c][row][column % stride_w][column / stride_w], from the padding's corner.
 template <class T> struct Band {
     const Problem& g;
     i64 width, most, rows;  // of one phase of columns; output rows of a band; rows of a full band
@@ -19,7 +18,7 @@ template <class T> struct Band {
         const i64 reach = g.dilation_w * (g.s - 1) / g.stride_w + 1;
         width = g.q + reach + lanes<T> * max_nv;  // tiles read whole vectors
         const i64 row_bytes = g.c * g.stride_w * width * (i64)sizeof(T);
-        const i64 fit = direct_band_bytes / row_bytes - g.dilation_h * (g.r - 1);
+        const i64 fit = tilings.direct_band_bytes / row_bytes - g.dilation_h * (g.r - 1);
         most = std::min(g.p, std::max<i64>(1, fit / g.stride_h));
         rows = rows_of(most);
     }
@@ -110,7 +109,8 @@ template <class T> void direct_forward(const Problem& g, Tensors<T> t, Scratch& 
     });
 }
 
-// dw^T[(c, r, s), f] += band[(c, r, s), pixel] dy[pixel, f]: rows of taps are pointers into the band.
+// dw^T[(c, r, s), f] += band[(c, r, s), pixel] dy[pixel, f]: rows of taps are pointers into the
+// band.
 template <class T> struct BandRows {
     const Band<T>& bands;
     const T* band;
@@ -143,7 +143,8 @@ template <class T> void direct_filter(const Problem& g, Tensors<T> t, Scratch& s
         bands.each(t.x, part(g.n, 1, index, total), band, [&](i64 image, i64 first, i64 outputs) {
             BandRows<T> rows{bands, band};
             RowsA<T, BandRows<T>> a{rows, tables + index * table};
-            const i64 k = outputs * q, at = image * g.f * g.pixels() + first * q * (g.last ? g.f : 1);
+            const i64 k = outputs * q;
+            const i64 at = image * g.f * g.pixels() + first * q * (g.last ? g.f : 1);
             const Strided<T> errors = g.last ? Strided<T>{t.y + at, 1, g.f}
                                              : Strided<T>{t.y + at, g.pixels(), 1};
             PackedB<T, Strided<T>> b{errors, nr, panels + index * ld * kc};

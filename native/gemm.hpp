@@ -2,8 +2,9 @@
 //
 // A: load(i, mb, k, kb) makes a block ready; multiply(i, mr, nv, b, ldb, to) runs a micro-kernel.
 // B: load(j, nb, k, kb) makes a block ready; panel(j) is where nr columns of it lie, [kb][ld].
-// C: sums(k) says whether to add to what is there; direct(i, j, n, ldc) is where a tile may be written, or null; add(...) writes one from a
-//    buffer; finish(...) is called once for each tile, when its sums are complete.
+// C: sums(k) says whether to add to what is there; direct(i, j, n, ldc) is where a tile may be
+//    written, or null; add(...) writes one from a buffer; finish(...) is called once for each tile,
+//    when its sums are complete.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +42,8 @@ void gemm(Range rows, Range columns, i64 k, i64 kc, i64 mc, i64 nc, Tile tile, A
                         T* out = n == nv * L ? c.direct(ir, jr, n, ldc) : nullptr;
                         if (out) {
                             if (c.sums(pc)) prefetch_tile(out, ldc, m, nv);
-                            a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{out, ldc, c.sums(pc)});
+                            const Target<T> to{out, ldc, c.sums(pc)};
+                            a.multiply(ir, m, nv, b.panel(jr), b.ld, to);
                         } else {
                             a.multiply(ir, m, nv, b.panel(jr), b.ld, Target<T>{buffer, nr, false});
                             c.add(ir, jr, m, n, buffer, nr, c.sums(pc));
@@ -68,7 +70,7 @@ struct PacksAll<Source, T, std::void_t<decltype(&Source::pack_all)>> {
     }
 };
 
-// -- A ---------------------------------------------------------------------------------------------
+// -- A --------------------------------------------------------------------------------------------
 
 // Packs each block when it is needed; a Source has pack(i, count, k, kb, width, to): to[k][width].
 template <class T, class Source> struct PackedA {
@@ -99,7 +101,8 @@ template <class T> struct WholeA {
     }
 };
 
-// Not packed: a Source has rows(i, mb, k, kb, table, segments, length), a pointer per segment and row.
+// Not packed: a Source has rows(i, mb, k, kb, table, segments, length), a pointer per segment and
+// row.
 template <class T, class Source> struct RowsA {
     Source& source;
     const T** table;
@@ -125,7 +128,7 @@ template <class T> struct TransposedA {
     }
 };
 
-// -- B ---------------------------------------------------------------------------------------------
+// -- B --------------------------------------------------------------------------------------------
 
 template <class T, class Source> struct PackedB {
     const Source& source;
@@ -170,12 +173,13 @@ void pack_whole(const Source& source, i64 count, i64 k, i64 kc, i64 width, T* to
         for (i64 pc = 0; pc < k; pc += kc) {
             const i64 kb = std::min(kc, k - pc);
             for (i64 j = mine.begin * width; j < mine.end * width; j += width)
-                source.pack(j, std::min(width, count - j), pc, kb, width, to + pc * padded + j * kb);
+                source.pack(j, std::min(width, count - j), pc, kb, width,
+                            to + pc * padded + j * kb);
         }
     });
 }
 
-// -- C ---------------------------------------------------------------------------------------------
+// -- C --------------------------------------------------------------------------------------------
 
 // Bias and ReLU are applied to a tile while it is in the first-level cache.
 template <class T> struct Epilogue {
@@ -254,7 +258,7 @@ template <class T> struct ImagesC {
     }
 };
 
-// -- threads ---------------------------------------------------------------------------------------
+// -- threads --------------------------------------------------------------------------------------
 
 struct Share {
     Range rows, columns;

@@ -1,5 +1,5 @@
-// Max pooling of channels-last images; which tap was the largest is kept in one byte. Windows have no
-// dilation, so that each of them has a pixel of the image.
+// Max pooling of channels-last images; which tap was the largest is kept in one byte. Windows have
+// no dilation, so that each of them has a pixel of the image.
 #pragma once
 
 #include <vector>
@@ -85,7 +85,8 @@ void largest(const T* x, const Tap* taps, int count, i64 channels, T* y, Byte* w
 
 using Taps = std::vector<Tap>;
 
-// Along one dimension: the inputs of each output's window, or the outputs whose windows have an input.
+// Along one dimension: the inputs of each output's window, or the outputs whose windows have an
+// input.
 inline std::vector<Taps> along(i64 size, i64 outs, i64 taps, i64 stride, i64 pad, bool by_input) {
     std::vector<Taps> found((std::size_t)(by_input ? size : outs));
     for (i64 out = 0; out < outs; out++)

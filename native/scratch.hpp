@@ -73,7 +73,7 @@ class Arena {
         bytes = (bytes + page - 1) / page * page;
         char* data = static_cast<char*>(std::aligned_alloc(page, bytes));
 #if defined(MADV_HUGEPAGE)
-        // Transforms write to dozens of planes at once: with small pages, each is a miss of the TLB.
+        // Transforms write to dozens of planes at once: with small pages, each misses the TLB.
         if (data && page == huge_page) madvise(data, bytes, MADV_HUGEPAGE);
 #endif
         std::lock_guard<std::mutex> hold(mutex);

@@ -19,8 +19,8 @@ template <class F> int guarded(F&& call) {
     }
 }
 
-// Keeps the first exception of many threads for the one that called them: one that left a thread, or
-// the OpenMP runtime's frames, would end the process.
+// Keeps the first exception of many threads for the one that called them: one that left a thread,
+// or the OpenMP runtime's frames, would end the process.
 class FirstException {
   public:
     template <class F> void run(F&& job) noexcept {

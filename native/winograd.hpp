@@ -30,9 +30,9 @@ void winograd_many(const Problem& g, const T* x, const Filters<T>& filters, cons
     const Tiling t = tiling_of<M>(g.c, g.h, g.w, g.last, g.pad_h, g.pad_w, g.p, g.q);
     const Tile tile = choose_tile<T>(1 << 12, g.f, 8);
     const i64 nr = tile.nv * L, padded = round_up(g.f, nr), units = g.n * t.down;
-    const i64 kc = equal_blocks(g.c, panel_kc);
-    // With few filters the cache decides; many filters, read from memory, want many tiles each time.
-    const i64 least_tiles = squares * g.c * g.f * (i64)sizeof(T) > 4 * blocks.cache_bytes ? 192 : 96;
+    const i64 kc = equal_blocks(g.c, tilings.panel_kc);
+    const bool many = squares * g.c * g.f * (i64)sizeof(T) > 4 * blocks.cache_bytes;
+    const i64 least_tiles = many ? tilings.chunk_of_many_filters : tilings.chunk;
     const i64 most = tile_rows_of_chunk(squares * (g.c + g.f) * sizeof(T), t.across, least_tiles,
                                         blocks.cache_bytes);
     const i64 chunk = std::min(most, (units + g.threads - 1) / g.threads), tiles = chunk * t.across;
@@ -82,7 +82,7 @@ void winograd_few(const Problem& g, const T* x, const Filters<T>& filters, const
     const Tiling outputs{g.f, g.p, g.q, 0, 0, 0, t.down, t.across};
     const Tile tile = choose_tile<T>(1 << 12, g.f, 8);
     const i64 nr = tile.nv * L, units = g.n * t.down, tiles = units * t.across;
-    const i64 kc = equal_blocks(g.c, block_kc), panels = (g.f + nr - 1) / nr;
+    const i64 kc = equal_blocks(g.c, tilings.block_kc), panels = (g.f + nr - 1) / nr;
     const i64 band = std::max(band_elements(t, M, L), band_elements(outputs, M, L));
     T* bands = scratch.take<T>(g.threads * band);
     T* packs = scratch.take<T>(g.threads * kc * 9 * L);
@@ -129,7 +129,7 @@ void winograd(const Problem& g, const T* x, const Filters<T>& filters, const T* 
               Scratch& scratch) {
     const i64 tiles = g.n * ((g.p + M - 1) / M) * ((g.q + M - 1) / M);
     const i64 filter_bytes = (M + 2) * (M + 2) * g.c * g.f * (i64)sizeof(T);
-    if (tiles <= few_tiles && filter_bytes > blocks.cache_bytes)
+    if (tiles <= tilings.few && filter_bytes > blocks.cache_bytes)
         winograd_few<M>(g, x, filters, bias, y, scratch);
     else winograd_many<M>(g, x, filters, bias, y, scratch);
 }
@@ -151,9 +151,10 @@ template <int M> void winograd_filter(const Problem& g, Tensors<float> tensors, 
     const Tile tile = choose_tile<T>(g.c, g.f);
     const i64 units = g.n * x.down, width = round_up(g.f, L);
     const bool large = squares * g.c * width * (i64)sizeof(T) > blocks.cache_bytes;
-    const i64 chunk = std::min(units, tile_rows_of_chunk(squares * (g.c + g.f) * sizeof(T), x.across,
-                                                         large ? 256 : 64,
-                                                         blocks.cache_bytes * g.threads / 2));
+    const i64 least_tiles = large ? tilings.filter_chunk_of_many : tilings.filter_chunk;
+    const i64 most = tile_rows_of_chunk(squares * (g.c + g.f) * sizeof(T), x.across, least_tiles,
+                                        blocks.cache_bytes * g.threads / 2);
+    const i64 chunk = std::min(units, most);
     const i64 tiles = chunk * x.across;
     T* sums = scratch.take<T>(squares * g.c * width);
     T* dw = scratch.take<T>(9 * g.c * width);
@@ -175,7 +176,8 @@ template <int M> void winograd_filter(const Problem& g, Tensors<float> tensors, 
         });
         parallel((int)g.threads, [&](int index, int total) {
             // More parts than squares where there are many threads: the rows are shared too.
-            const i64 cuts = std::max<i64>(1, (total + squares - 1) / squares * (total > 4 ? 4 : 1));
+            const i64 parts = (total + squares - 1) / squares * (total > 4 ? 4 : 1);
+            const i64 cuts = std::max<i64>(1, parts);
             const Range mine = part(squares * cuts, 1, index, total);
             for (i64 job = mine.begin; job < mine.end; job++) {
                 const i64 xi = job / cuts;

@@ -11,14 +11,9 @@ struct Tiling {
     i64 down, across;  // tiles of an image
 };
 
-constexpr i64 band_bytes = 128 << 10;
-constexpr i64 panel_kc = 192;   // channels of which a panel of U fits into the first-level cache
-constexpr i64 block_kc = 128;   // and of which all squares of a panel fit into the second-level one
-constexpr i64 few_tiles = 192;  // for which filters are transformed where they are used
-
 // Rows of a band that holds tile rows of one image, channels as lanes; at least one tile row.
 inline i64 tile_rows_of_band(const Tiling& t, i64 m) {
-    return std::max<i64>(1, (band_bytes / (t.w * SW_VECTOR_BYTES) - 2) / m);
+    return std::max<i64>(1, (tilings.band_bytes / (t.w * SW_VECTOR_BYTES) - 2) / m);
 }
 
 inline i64 band_elements(const Tiling& t, i64 m, i64 lanes_of) {
@@ -44,10 +39,10 @@ void visit_tiles(const Tiling& t, const T* x, i64 channel, Range tile_rows, T* b
             by_column = t.channels;
         } else {
             base = band;
+            const T* base_of_last = x + ((image * t.h + top) * t.w) * t.channels + channel;
             if (t.last)
                 for (i64 i = 0; i < (bottom - top) * t.w; i++)
-                    store(band + i * L,
-                          load_part(x + ((image * t.h + top) * t.w + i) * t.channels + channel, count));
+                    store(band + i * L, load_part(base_of_last + i * t.channels, count));
             else if (bottom > top)
                 transpose_block(x + ((image * t.channels + channel) * t.h + top) * t.w, t.h * t.w,
                                 count, (bottom - top) * t.w, band, L, L);
@@ -84,7 +79,8 @@ template <class T> struct Planes {
     i64 width, plane;
 
     static Planes of(Scratch& scratch, i64 squares, i64 tiles, i64 channels, i64 unit) {
-        const i64 width = round_up(channels, unit), plane = round_up(tiles * width, 1024) + lanes<T>;
+        const i64 width = round_up(channels, unit);
+        const i64 plane = round_up(tiles * width, 1024) + lanes<T>;
         return {scratch.take<T>(squares * plane), width, plane};
     }
     T* at(i64 xi, i64 tile) const { return data + xi * plane + tile * width; }
