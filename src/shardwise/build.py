@@ -271,8 +271,8 @@ class Builder:
 
         target = called.target if op == "made" else _pure(called.target)
         args, kwargs = called.args, called.kwargs
-        if _argument_names(target) != _argument_names(called.target):  # the twin has another order
-            args, kwargs = (), named_args(called)
+        if sorted(_names(target)) == sorted(_names(called.target)) and target is not called.target:
+            args, kwargs = (), named_args(called)  # the twin may have another order
         return {
             "target": str(target),
             "args": tuple(template(argument) for argument in args),
@@ -302,7 +302,7 @@ class Builder:
         mode = {"module": self._path(node), "always": always}
         if request.op == "batch_norm":
             return mode | {"always": always or args["running_mean"] is None}
-        return mode | {"order": self._memory_order(args["input"].meta["val"])}
+        return mode | {"order": self._memory_order(request.tensors[0].meta["val"])}
 
     def _operand(self, value: Any) -> Operand | None:
         if value is None or isinstance(value, Operand):
@@ -395,15 +395,22 @@ class Builder:
 
 
 def _pure(target: Any) -> Any:
-    """The operator that is not in place."""
+    """The operator that is not in place, or the operator itself."""
     name = target._schema.name.split("::")[1]
     if not name.endswith("_") or name.startswith("_"):
         return target
     packet = getattr(torch.ops.aten, name.rstrip("_"), None)
-    overload = getattr(packet, target._overloadname, None)
-    if overload is None:
-        raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
-    return overload
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    same_name = [each for each in overloads if each._overloadname == target._overloadname]
+    same_types = [each for each in overloads if _types(each) == _types(target)]
+    for twin in (*same_name, *same_types):
+        if len(_names(twin)) == len(_names(target)):
+            return twin
+    raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
+
+
+def _types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
 
 
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
@@ -436,7 +443,8 @@ def _is_made(node: fx.Node, name: str) -> bool:
 _BERNOULLI = torch.ops.aten.bernoulli.p
 
 
-def _argument_names(target: Any) -> list[str]:
+def _names(target: Any) -> list[str]:
+    """The names of an operator's arguments."""
     return [argument.name for argument in target._schema.arguments]
 
 

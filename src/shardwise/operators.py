@@ -221,7 +221,7 @@ def _upsample(mode: str) -> Callable[[Args, Shapes], Request]:
 
 def _dropout(op: str) -> Callable[[Args, Shapes], Request]:
     def request(args: Args, shape: Shapes) -> Request:
-        return Request(op, (args["input"],), {"p": args["p"]})
+        return Request(op, (_first(args),), {"p": args["p"]})
 
     return request
 

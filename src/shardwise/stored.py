@@ -82,7 +82,7 @@ def _buckets(tensors: list[torch.Tensor], num_bytes: int) -> Iterator[list[torch
 
 def block_of(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor:
     """This rank's block of a whole tensor; without a layout, all of it."""
-    if layout is None or full.ndim == 0:
+    if layout is None or full.ndim == 0 or not full.numel():
         return full
     box = layout[rank]
     return (
@@ -100,7 +100,7 @@ def gather_whole(
     ranks: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The whole tensor from the ranks that hold its blocks; on all ranks, or on those given."""
-    if block.ndim == 0:
+    if block.ndim == 0 or 0 in layout.shape:
         return block.clone()
     owners = layout.owners()
     mine = owners[comm.rank]

@@ -301,7 +301,7 @@ class Strategy:
                     f"layer {layer.name!r} ({layer.op}) cannot be split over {AXIS_NAMES[axis]} "
                     f"({axis}={degree}); legal: {allowed or 'one worker'}"
                 )
-            if degree > legal[axis]:
+            if degree > max(legal[axis], 1):
                 raise PlanError(
                     f"layer {layer.name!r} ({layer.op}): {axis}={degree} is larger than its "
                     f"{legal[axis]} {AXIS_NAMES[axis]}; legal: {axis} from 1 to {legal[axis]}"
@@ -319,7 +319,7 @@ class Strategy:
         joint = LABEL_AXES["c"]
         if "c" in layer.dims and "c" in legal and self.joint_channels:
             degree, size = config.f * config.c, layer.shape[layer.dims.index("c")]
-            if degree > size:
+            if degree > max(size, 1):
                 raise PlanError(
                     f"layer {layer.name!r} ({layer.op}): {' x '.join(joint)} = {degree} is larger "
                     f"than its {size} channels"

@@ -98,15 +98,17 @@ class Dropout(Pointwise):
         (x,) = tensors
         is_module = isinstance(local.module, nn.modules.dropout._DropoutNd)
         p = local.module.p if is_module else local.attrs["p"]  # a module's p may change
-        if not is_active(local) or p == 0:
-            return x
         shape = local.layer.shape
+        if not is_active(local) or p == 0 or 0 in shape:
+            return x
+        if p == 1:  # torch draws nothing then
+            return x * 0.0
         if self.feature:
             shape = shape[:2] + (1,) * (len(shape) - 2)
         mask = _draw(x, shape, local.attrs["order"], p, fused=x.is_cuda and not self.feature)
         box = local.output.slices_in(local.output.whole(local.layer.shape))
         mask = mask[box[:2]] if self.feature else mask[box]
-        return x * mask * (1 / (1 - p) if p < 1 else 0.0)
+        return x * mask * (1 / (1 - p))
 
 
 def _draw(
@@ -115,7 +117,7 @@ def _draw(
     """The mask one device would draw, in its order of memory; CUDA has a kernel of its own."""
     dtype = x.dtype if x.is_cuda else torch.bool
     whole = torch.empty_permuted(shape, order, dtype=dtype, device=x.device)
-    return torch.native_dropout(whole, p, True)[1] if fused and p < 1 else whole.bernoulli_(1 - p)
+    return torch.native_dropout(whole, p, True)[1] if fused else whole.bernoulli_(1 - p)
 
 
 class FeatureDropout(Dropout):
