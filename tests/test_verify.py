@@ -14,7 +14,7 @@ from exactness import seeded, seeded_input
 from shardwise import Plan, ShardwiseError, capture
 from shardwise.comm.in_process import World
 from shardwise.graph import Layer
-from shardwise.parallel import ParallelModel
+from shardwise.handle import Handle
 from shardwise.verify import TOLERANCE, Comparison, compare, noise
 from shardwise.verify.comparison import differences
 
@@ -78,16 +78,16 @@ def test_a_section_in_float32_is_judged_by_its_own_noise() -> None:
 def test_a_wrong_gradient_of_one_rank_is_found_above_the_noise(
     excess: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ParallelModel.full_gradients
+    real = Handle.full_gradients
 
-    def wrong(model: ParallelModel, *args: Any) -> Any:
-        if model.comm.rank == 1:
-            gradient = dict(model.named_parameters())["3.weight"].grad
+    def wrong(handle: Handle, *args: Any) -> Any:
+        if handle.comm.rank == 1:
+            gradient = handle._state.params()["3.weight"].grad
             assert gradient is not None
             gradient.mul_(1.0 + excess)
-        return real(model, *args)
+        return real(handle, *args)
 
-    monkeypatch.setattr(ParallelModel, "full_gradients", wrong)
+    monkeypatch.setattr(Handle, "full_gradients", wrong)
     for model, x in (ill_conditioned(), (seeded(nn.Sequential(*ill_conditioned()[0])), X)):
         results = compared(model, x, c=2)
         (found,) = [c for c in results if (c.kind, c.name) == ("gradient", "3.weight")]

@@ -9,11 +9,12 @@ from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.errors import CaptureError, PlanError, ShardwiseError
 from shardwise.graph import Layer, LayerGraph
+from shardwise.handle import Handle
 from shardwise.kernels.ops import conv
 from shardwise.kernels.tuner import tuning
 from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
 from shardwise.optimizer import optimizer
-from shardwise.parallel import ParallelModel, parallelize
+from shardwise.parallel import ParallelModel, of, parallelize
 from shardwise.plan import Plan
 from shardwise.planning import plan
 from shardwise.simulate import simulate
@@ -26,6 +27,7 @@ __all__ = [
     "Cluster",
     "Config",
     "Engine",
+    "Handle",
     "Layer",
     "LayerGraph",
     "LostPeer",
@@ -43,6 +45,7 @@ __all__ = [
     "conv",
     "data",
     "init_from_environment",
+    "of",
     "optimizer",
     "parallelize",
     "plan",

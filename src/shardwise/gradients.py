@@ -10,58 +10,57 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 from shardwise.comm import About, Communicator, Pending
 from shardwise.engine import Engine
+from shardwise.graph import LayerGraph
 from shardwise.program import Program, Run
 from shardwise.strategies import Gradients
 
 Tensors = dict[str, torch.Tensor]
+WITHOUT_GRADIENT = ("detach", "zeros_like", "ones_like")  # operators that end its way
 TRIALS = 3  # backward passes of each engine that is tried; the first one does not count
 
 
-@dataclass(eq=False)
-class Buffer:
-    """The gradients that one segment sums at once, back to back."""
+@dataclass(frozen=True)
+class Pack:
+    """Gradients that one segment sums at once, back to back."""
 
     ranks: tuple[int, ...]
-    data: torch.Tensor
-    views: Tensors
+    dtype: torch.dtype
+    device: torch.device
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    def views(self, data: torch.Tensor) -> Tensors:
+        parts = data.split([shape.numel() for shape in self.shapes])
+        each = zip(self.names, parts, self.shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in each}
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Chunk:
     """Layers whose gradients are summed together."""
 
     label: str
     start: int  # the position in the backward pass after which its sums start
-    buffers: list[Buffer]
+    packs: tuple[Pack, ...]
 
 
-@dataclass(eq=False)
-class GradientSums:
-    """The chunks of one program on this rank, and the sums that are under way."""
+@dataclass(frozen=True)
+class Chunks:
+    """What one program sums, and when, on this rank."""
 
-    chunks: list[Chunk]
-    params: Tensors  # those that this rank holds a block of
-    comm: Communicator
-    written: set[str] = field(default_factory=set)
-    whole: Tensors = field(default_factory=dict)  # gradients that need no sum
-    pending: list[tuple[frozenset[str], Pending]] = field(default_factory=list)
-    late: Late = field(default_factory=lambda: Late())
+    chunks: tuple[Chunk, ...]
+    held: frozenset[str]  # parameters that this rank holds a block of
 
     @classmethod
     def of(
-        cls,
-        program: Program,
-        params: Mapping[str, torch.Tensor],
-        engine: Engine,
-        comm: Communicator,
-    ) -> GradientSums:
-        """Lays out the buffers: parameters by the layer of backward that completes them."""
+        cls, program: Program, params: Mapping[str, torch.Tensor], engine: Engine, rank: int
+    ) -> Chunks:
+        """Parameters by the layer of backward that completes them, in the engine's chunks."""
         last: dict[str, int] = {}
         for position, step in enumerate(program.backward):
             if isinstance(step, Run):
@@ -75,28 +74,89 @@ class GradientSums:
             sum(float(program.params[n].numels.max()) * itemsize for n in layers[position])
             for position in positions
         ]
-        held, positions = positions[: engine.held], positions[engine.held :]
+        late, positions = positions[: engine.held], positions[engine.held :]
         groups, start = [], 0
         for count in engine.chunks(sizes[engine.held :]):
             groups.append(positions[start : start + count])
             start += count
-        chunks = [_chunk(group, group[-1], layers, program, params, comm.rank) for group in groups]
         end = max(last.values(), default=0)
-        chunks += [_chunk([one], end, layers, program, params, comm.rank) for one in held]
+        starts = [*((group, group[-1]) for group in groups), *(([one], end) for one in late)]
+        chunks = []
+        for group, start in starts:
+            names = [name for position in group for name in layers[position]]
+            chunks.append(Chunk(_label(names), start, _packs(names, program, params, rank)))
         used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
-        held = {n: params[n] for n in used if program.params[n].numels[comm.rank]}
-        return cls(chunks, held, comm)
+        return cls(tuple(chunks), frozenset(n for n in used if program.params[n].numels[rank]))
 
-    def fits(self, params: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the buffers are still right: a model may have moved to another type or device."""
-        return all(
-            params[n].dtype == p.dtype and params[n].device == p.device
-            for n, p in self.params.items()
-        )
+
+def _label(names: list[str]) -> str:
+    """The layers that these parameters belong to."""
+    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _packs(
+    names: list[str], program: Program, params: Mapping[str, torch.Tensor], rank: int
+) -> tuple[Pack, ...]:
+    """One pack per segment and kind of number; what this rank alone holds needs none."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[str]] = {}
+    for name in names:
+        layout, param = program.params[name], params[name]
+        if layout.numels[rank] and len(layout.segment(rank)) > 1:
+            key = (layout.segment(rank), param.dtype, param.device)
+            groups.setdefault(key, []).append(name)
+    return tuple(
+        Pack(*key, tuple(members), tuple(params[name].shape for name in members))
+        for key, members in groups.items()
+    )
+
+
+class Buffers:
+    """Memory for packs: used again in the next pass where nobody else holds on to it."""
+
+    def __init__(self) -> None:
+        self._data: dict[Pack, torch.Tensor] = {}
+
+    def take(self, chunks: Chunks) -> dict[Pack, torch.Tensor]:
+        """Memory for every pack; what belongs to others than these is given back."""
+        before, self._data = self._data, {}
+        for pack in (pack for chunk in chunks.chunks for pack in chunk.packs):
+            known = before.pop(pack, None)
+            if known is None or _num_holders(known) > 1:
+                size = sum(shape.numel() for shape in pack.shapes)
+                known = torch.empty(size, dtype=pack.dtype, device=pack.device)
+            self._data[pack] = known
+        return self._data
+
+
+def _num_holders(data: torch.Tensor) -> int:
+    """How many tensors share this memory: a user may have kept a gradient of the last pass."""
+    return torch._C._storage_Use_Count(data.untyped_storage()._cdata) - 1  # one is the asker's
+
+
+class GradientSums:
+    """The sums of one backward pass, of which some are under way."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        buffers: Mapping[Pack, torch.Tensor],
+        params: Mapping[str, torch.Tensor],
+        comm: Communicator,
+    ) -> None:
+        self.chunks, self.buffers, self.comm = chunks.chunks, buffers, comm
+        self.params = {name: params[name] for name in sorted(chunks.held)}
+        self.views: Tensors = {}
+        for pack, data in buffers.items():
+            self.views |= pack.views(data)
+        self.written: set[str] = set()
+        self.whole: Tensors = {}  # gradients that need no sum
+        self.pending: list[tuple[frozenset[str], Pending]] = []
+        self.late = Late()
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """A part of a parameter's gradient; a shared parameter has several."""
-        view = self._views.get(name)
+        view = self.views.get(name)
         if view is None:
             self.whole[name] = self.whole[name] + gradient if name in self.whole else gradient
         elif name in self.written:
@@ -105,32 +165,21 @@ class GradientSums:
             view.copy_(gradient)
             self.written.add(name)
 
-    @property
-    def _views(self) -> Tensors:
-        if not hasattr(self, "_known_views"):
-            self._known_views: Tensors = {
-                name: view
-                for chunk in self.chunks
-                for buffer in chunk.buffers
-                for name, view in buffer.views.items()
-            }
-        return self._known_views
-
     def after(self, position: int) -> None:
         """A step of the backward pass is done: starts the sums that it completes."""
         for chunk in self.chunks:
             if position == chunk.start:
                 about = About(f"the gradients of {chunk.label}", "gradients")
-                for buffer in chunk.buffers:
-                    self._zero(buffer)
-                    pending = self.comm.all_reduce(buffer.ranks, buffer.data, about)
-                    self.pending.append((frozenset(buffer.views), pending))
+                for pack in chunk.packs:
+                    self._zero(pack)
+                    pending = self.comm.all_reduce(pack.ranks, self.buffers[pack], about)
+                    self.pending.append((frozenset(pack.names), pending))
 
-    def _zero(self, buffer: Buffer) -> None:
+    def _zero(self, pack: Pack) -> None:
         """A rank without samples adds nothing."""
-        for name, view in buffer.views.items():
+        for name in pack.names:
             if name not in self.written:
-                view.zero_()
+                self.views[name].zero_()
 
     def wait(self, wanted: Collection[str] | None = None) -> None:
         """Waits for the sums of these parameters, or for all."""
@@ -139,10 +188,13 @@ class GradientSums:
         for _, pending in due:
             pending.wait()
 
-    def finish(self, delayed: Late | None = None, wait: str = "backward") -> Tensors:
+    def finish(
+        self, reached: Collection[str], delayed: Late | None = None, wait: str = "backward"
+    ) -> Tensors:
         """The gradients of this rank's blocks, after all sums or ("step") while these go on.
 
-        Late ones are put off further where somebody collects them, and ("use") so are all sums.
+        Only what the loss depends on has one (`reached`). Late ones are put off further where
+        somebody collects them, and ("use") so are all sums.
         """
         if wait == "backward":
             self.wait()
@@ -151,28 +203,44 @@ class GradientSums:
                 self.add(name, gradient.to(self.params[name].dtype))  # layers may use another
         else:
             delayed.entries += self.late.entries
-        put_off = self._put_off(delayed) if delayed is not None and wait == "use" else frozenset()
-        late, self.late = self.late.names, Late()
-        alone = {n: p for n, p in self.params.items() if n not in self._views and n not in late}
-        for name, param in alone.items():
-            if name not in self.whole:  # a rank without samples
-                self.whole[name] = torch.zeros_like(param)
-        views = {name: view for name, view in self._views.items() if name not in put_off}
-        found = views | self.whole
-        self.written, self.whole = set(), {}
+        put_off: frozenset[str] = frozenset()
+        if delayed is not None and wait == "use":
+            put_off = self._put_off(delayed, reached)
+        late, found = self.late.names, {}
+        for name, param in self.params.items():
+            if name not in reached or name in put_off:
+                continue
+            if name in self.views:
+                found[name] = self.views[name]
+            elif name in self.whole:
+                found[name] = self.whole[name]
+            elif name not in late:  # a rank without samples
+                found[name] = torch.zeros_like(param)
         return found
 
-    def _put_off(self, delayed: Late) -> frozenset[str]:
+    def _put_off(self, delayed: Late, reached: Collection[str]) -> frozenset[str]:
         """Sums that go on become gradients that are late; in the order in which they started."""
         names = frozenset(name for own, _ in self.pending for name in own)
         for own, pending in self.pending:
-            delayed.entries.append((sorted(own), partial(self._arrived, sorted(own), pending)))
+            due = sorted(own & set(reached))
+            delayed.entries.append((due, partial(self._arrived, due, pending)))
         self.pending = []
         return names
 
     def _arrived(self, names: list[str], pending: Pending) -> list[torch.Tensor | None]:
         pending.wait()
-        return [self._views[name] for name in names]
+        return [self.views[name] for name in names]
+
+
+def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[str]]:
+    """The layers, and the parameters, that have a gradient where a loss depends on these layers."""
+    layers, params = set(outputs), set()
+    for layer in reversed(graph.layers):
+        numbers = layer.dtype.is_floating_point or layer.dtype.is_complex
+        if layer.name in layers and numbers and layer.attrs.get("called") not in WITHOUT_GRADIENT:
+            layers.update(layer.inputs)
+            params.update(layer.params)
+    return layers, params
 
 
 class Choice:
@@ -223,43 +291,3 @@ class Late:
                 if gradient is not None:
                     found[name] = found[name] + gradient if name in found else gradient
         return found
-
-
-def _chunk(
-    positions: list[int],
-    start: int,
-    layers: Mapping[int, list[str]],
-    program: Program,
-    params: Mapping[str, torch.Tensor],
-    rank: int,
-) -> Chunk:
-    names = [name for position in positions for name in layers[position]]
-    return Chunk(_label(names), start, _buffers(names, program, params, rank))
-
-
-def _label(names: list[str]) -> str:
-    """The layers that these parameters belong to."""
-    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
-    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-
-
-def _buffers(
-    names: list[str], program: Program, params: Mapping[str, torch.Tensor], rank: int
-) -> list[Buffer]:
-    """One buffer per segment and kind of number; what this rank alone holds needs none."""
-    groups: dict[Any, list[str]] = {}
-    for name in names:
-        layout, param = program.params[name], params[name]
-        if layout.numels[rank] == 0:
-            continue
-        ranks = layout.segment(rank)
-        if len(ranks) > 1:
-            groups.setdefault((ranks, param.dtype, param.device), []).append(name)
-    found = []
-    for (ranks, dtype, device), members in groups.items():
-        numels = [params[name].numel() for name in members]
-        data = torch.zeros(sum(numels), dtype=dtype, device=device)
-        parts = data.split(numels)
-        views = {n: part.view(params[n].shape) for n, part in zip(members, parts, strict=True)}
-        found.append(Buffer(ranks, data, views))
-    return found

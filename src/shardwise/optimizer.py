@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
+from shardwise.state import State
 
 Settings = list[dict[str, Any]]  # of each group of parameters: learning rate, momentum, ...
 
@@ -29,7 +30,7 @@ def optimizer(
     """
     delayed = type(f"Delayed{kind.__name__}", (_Delayed, kind), {})
     made = delayed(model.parameters() if params is None else params, **options)
-    made.follow(model)
+    made.follow(of(model)._state)
     return made
 
 
@@ -41,16 +42,16 @@ def kind_of(stepper: Optimizer) -> type[Optimizer]:
 class _Delayed(Optimizer):
     """Puts off the update of parameters whose gradient is still on its way."""
 
-    _model: ParallelModel
+    _state: State
     _due: frozenset[str]  # parameters whose update was asked for
     _settings: Settings  # when it was asked for
 
-    def follow(self, model: ParallelModel) -> None:
-        self._model, self._due, self._settings = model, frozenset(), []
-        model._shardwise.settle = self.settle
+    def follow(self, state: State) -> None:
+        self._state, self._due, self._settings = state, frozenset(), []
+        state.settle = self.settle
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        late = self._model._shardwise.late
+        late = self._state.late
         if closure is not None or self._due or any(self._has_gradient(n) for n in late.names):
             self.settle(None)  # two gradients, or two updates, of one parameter do not mix
         result = super().step(closure)
@@ -60,16 +61,16 @@ class _Delayed(Optimizer):
 
     def settle(self, wanted: frozenset[str] | None) -> None:
         """Computes the late gradients of these parameters, and makes the updates that are due."""
-        named = self._model._params()
+        named = self._state.params()
         updated = []
         with torch.no_grad():
-            for name, gradient in self._model._shardwise.late.take(wanted).items():
+            for name, gradient in self._state.late.take(wanted).items():
                 param = named[name]
                 gradient = gradient.to(param.dtype)  # layers may compute in another
                 param.grad = gradient if param.grad is None else param.grad + gradient
                 if name in self._due:
                     updated.append(param)
-        self._due &= self._model._shardwise.late.names
+        self._due &= self._state.late.names
         if updated:
             self._update(updated)
 
@@ -96,10 +97,10 @@ class _Delayed(Optimizer):
             group.update(values)
 
     def _has_gradient(self, name: str) -> bool:
-        return self._model.get_parameter(name).grad is not None
+        return self._state.params()[name].grad is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        late = self._model._shardwise.late
+        late = self._state.late
         if not self._due:
             late.take()  # nobody asked for an update with these
         super().zero_grad(set_to_none)

@@ -105,6 +105,17 @@ class Program:
         return frozenset(id(step) for step in self.backward if isinstance(step, Run))
 
     @cached_property
+    def origins(self) -> dict[str, str]:
+        """The layer (or input) that every value is the output of, moved or not."""
+        found = {name: name for name in self.inputs}
+        for step in self.forward:
+            if isinstance(step, Run):
+                found |= {op.result: op.local.layer.name for op in step.ops}
+            else:
+                found[step.target] = found[step.source]
+        return found
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that run collectives, in an order that every rank agrees on."""
         ops = [op for run in self.forward if isinstance(run, Run) for op in run.ops]
@@ -116,6 +127,12 @@ class Program:
         groups = {group for transfer in transfers for group in transfer.groups}
         groups |= {group for layout in self.params.values() for group in layout.segments}
         return tuple(sorted(groups))
+
+
+def layer_layout(graph: LayerGraph, plan: Plan, name: str) -> Layout:
+    """Where the parts of a layer's output lie; of an input, which part each rank is given."""
+    layer = graph[name]
+    return strategy_of(layer).output(Split.of(layer, plan.config(layer, graph), plan.world))
 
 
 def to_all(layout: Layout) -> Transfer:
@@ -202,9 +219,8 @@ class _Compiler:
         self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
 
     def compile(self) -> Program:
-        for layer in map(self.graph.__getitem__, self.graph.inputs):
-            split = Split.of(layer, self.plan.config(layer, self.graph), self.plan.world)
-            self.layouts[layer.name] = strategy_of(layer).output(split)
+        for name in self.graph.inputs:
+            self.layouts[name] = layer_layout(self.graph, self.plan, name)
         ops = [self._op(layer) for layer in self.graph.layers if layer.op != "input"]
         moved = {move.source for move in self.moves.values()}
         ops = [replace(op, local=replace(op.local, moved=op.result in moved)) for op in ops]
@@ -222,7 +238,11 @@ class _Compiler:
             inputs=self.graph.inputs,
             outputs=outputs,
             dtypes=self.dtypes,
-            scalars=frozenset(name for name in outputs if self.graph[name].scalar),
+            scalars=frozenset(
+                value
+                for value, name in zip(outputs, self.graph.outputs, strict=True)
+                if self.graph[name].scalar
+            ),
             frees=_frees(forward, outputs),
             differentiable=frozenset(self.differentiable),
             gathered=self._gathered_params(ops),

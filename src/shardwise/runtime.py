@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from shardwise.comm.timeline import Timeline
 from shardwise.errors import ShardwiseError
 from shardwise.exchange import Wait, carry, start
 from shardwise.formats import filling
-from shardwise.gradients import GradientSums
-from shardwise.program import Cut, Move, Op, Program, Run, Source
+from shardwise.gradients import Chunks, GradientSums
+from shardwise.graph import LayerGraph
+from shardwise.program import Cut, Move, Op, Program, Run, Source, Step
 from shardwise.strategies import Gradients, Local
 from shardwise.transfer import Transfer
 
@@ -47,8 +48,10 @@ class Bound:
     """
 
     program: Program
+    graph: LayerGraph
     comm: Communicator
     modules: Mapping[str, Any]
+    chunks: tuple[Any, Chunks] | None = None  # how gradients were packed last, and for what
     # Gradients of some parameters that are computed when they are due: names, and how.
     late: list[tuple[list[str], Gradients]] = field(default_factory=list)
     _shares: dict[tuple[str, Any], Local] = field(default_factory=dict)
@@ -206,14 +209,21 @@ class Runtime:
 
     # -- backward ------------------------------------------------------------------------------
 
-    def backward(self, gradients: Tensors, params: Tensors, sums: GradientSums) -> Tensors:
-        """From gradients of the outputs to those of the inputs; those of weights go to `sums`."""
+    def backward(
+        self, gradients: Tensors, params: Tensors, sums: GradientSums, reached: Collection[str]
+    ) -> Tensors:
+        """From gradients of the outputs to those of the inputs; those of weights go to `sums`.
+
+        Only layers that the loss depends on (`reached`) take part, the same on all ranks.
+        """
         gradients = {name: self._lowered(gradient) for name, gradient in gradients.items()}
         flow = _Flow(gradients)
         self.bound.late.clear()  # of a pass that failed
         whole: Tensors = {}  # gradients of inputs that every rank has whole
         for position, step in enumerate(self.program.backward):
-            if isinstance(step, Run):
+            if not self._is_reached(step, reached):
+                sums.after(position)
+            elif isinstance(step, Run):
                 self._run_backward(step, flow, sums, params)
                 sums.after(position)
                 sums.late.entries += self.bound.late
@@ -230,6 +240,11 @@ class Runtime:
         self.tapes.clear()
         inputs = {name: flow.take(name, None) for name in self.program.inputs}
         return {name: g for name, g in (inputs | whole).items() if g is not None}
+
+    def _is_reached(self, step: Step, reached: Collection[str]) -> bool:
+        if isinstance(step, Run):
+            return any(op.local.layer.name in reached for op in step.ops)
+        return self.program.origins[step.target] in reached
 
     def _run_backward(self, run: Run, flow: _Flow, sums: GradientSums, params: Tensors) -> None:
         tape = self.tapes.pop(id(run), None)

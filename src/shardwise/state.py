@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
-from shardwise.gradients import Choice, GradientSums, Late
+from shardwise.gradients import Buffers, Choice, Chunks, GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan
@@ -50,7 +53,10 @@ class ModelGraphs:
 
 
 class State:
-    """What a parallel model knows beyond its modules: graphs, programs and layouts."""
+    """What a parallel model knows beyond its modules: graphs, programs, layouts and sums.
+
+    It holds the model's tables of tensors, not the model itself, which would keep both alive.
+    """
 
     def __init__(
         self,
@@ -67,33 +73,53 @@ class State:
             raise ShardwiseError(f"precision={precision!r} must be 'bf16', or None")
         self.plan, self.output, self.comm, self.graph = plan, output, comm, graphs
         self.precision = PRECISIONS[precision]
-        self.watch: Watch | None = None
         self.lane = comm.in_lane("gradients")
-        self._sums: dict[int, GradientSums] = {}  # by program
-        self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
-        self.late = Late()  # gradients that wait for an optimizer that delays updates
-        self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
-        self.modules: dict[str, nn.Module] = {}
-        self._bound: dict[Any, Bound] = {}  # the last used is last
-        self.ready: set[Any] = set()  # which programs all ranks have agreed on
         graph = graphs(True, plan.inputs[0][0])
         self.agree(plan.to_json(), "was started with another plan than rank 0")
         self.agree(graph.signature, "was started with another model than rank 0")
         plan.check(graph)
-        layers = sum(1 for layer in graph.layers if layer.params)
-        self.choice = Choice(engine.choices(layers), comm)
-        self._engine = self.choice.engine
+        comm.prepare(())
+        self._prepared: set[tuple[int, ...]] = set()  # groups of ranks that can talk
+        self._engines = engine.choices(sum(1 for layer in graph.layers if layer.params))
         self.layouts = param_layouts(graph, plan)
+        self.arguments = Signature()  # of the model's forward
+        self._begin()
 
-    def gradient_sums(self, program: Program, params: Tensors) -> GradientSums:
-        """The engine of this program; new buffers where parameters have changed their kind."""
-        engine = self.choice.engine
-        if engine != self._engine:  # another one is tried: the last one's buffers go
-            self._engine, self._sums = engine, {}
-        known = self._sums.get(id(program))
-        if known is None or not known.fits(params):
-            known = self._sums[id(program)] = GradientSums.of(program, params, engine, self.lane)
-        return known
+    def _begin(self) -> None:
+        """Nothing is under way, and no pass has been made."""
+        self.choice = Choice(self._engines, self.comm)
+        self.watch: Watch | None = None
+        self.buffers = Buffers()
+        self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
+        self.late = Late()  # gradients that wait for an optimizer that delays updates
+        self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
+        self._bound: dict[Any, Bound] = {}  # the last used is last
+        self.modules: dict[str, Any] = {}
+        self._places: list[tuple[str, str, dict[str, nn.Parameter | None]]] = []
+
+    def adopt(self, root: nn.Module) -> None:
+        """Takes note of the modules of the model that this is about."""
+        self.modules = dict(root.named_modules(remove_duplicate=False))
+        self._places = [
+            (name, name.rpartition(".")[2], self.modules[name.rpartition(".")[0]]._parameters)
+            for name, _ in root.named_parameters()
+        ]
+        self.modules[""] = weakref.proxy(root)
+
+    def twin(self) -> State:
+        """The same, for a copy of the model."""
+        twin = copy.copy(self)
+        twin._begin()
+        return twin
+
+    @property
+    def training(self) -> bool:
+        return self.modules[""].training
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """The same as named_parameters, without a walk over all modules, which every step needs."""
+        found = ((name, table[leaf]) for name, leaf, table in self._places)
+        return {name: param for name, param in found if param is not None}
 
     def agree(self, value: str, otherwise: str) -> None:
         """Raises on every rank where some rank's value differs from rank 0's."""
@@ -101,6 +127,8 @@ class State:
         for rank, other in enumerate(others, start=1):
             if other != first:
                 raise ShardwiseError(f"rank {rank} {otherwise}")
+
+    # -- programs ------------------------------------------------------------------------------
 
     def bound(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
@@ -125,4 +153,39 @@ class State:
             if name not in self.layouts
         }
         program = replace(program, params=others | self.layouts)
-        return Bound(program, self.comm, self.modules)
+        return Bound(program, graph, self.comm, self.modules)
+
+    def prepare(self, program: Program) -> None:
+        """Makes the process groups that a program needs; all ranks come here together."""
+        if not self._prepared.issuperset(program.groups):
+            self.comm.prepare(program.groups)
+            segments = {ranks for layout in program.params.values() for ranks in layout.segments}
+            self.lane.prepare(sorted(segments))
+            self._prepared |= set(program.groups)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def gradient_sums(self, bound: Bound, params: Tensors) -> GradientSums:
+        """The sums of a backward pass; where they are packed is decided once per program."""
+        kinds = tuple((param.dtype, param.device) for param in params.values())
+        key = (self.choice.engine, kinds)
+        if bound.chunks is None or bound.chunks[0] != key:
+            found = Chunks.of(bound.program, params, self.choice.engine, self.comm.rank)
+            bound.chunks = key, found
+        chunks = bound.chunks[1]
+        return GradientSums(chunks, self.buffers.take(chunks), params, self.lane)
+
+    def wait_for_sums(self, params: Collection[int] | None = None) -> None:
+        """Waits for sums that go on after backward, of parameters with these ids or of all."""
+        if self.unfinished is not None:
+            named = self.params().items()
+            wanted = None if params is None else {n for n, p in named if id(p) in params}
+            self.unfinished.wait(wanted)
+            if not self.unfinished.pending:
+                self.unfinished = None
+
+    def flush(self) -> None:
+        """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
+        self.wait_for_sums()
+        if self.settle is not None:
+            self.settle(None)

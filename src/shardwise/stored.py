@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import types
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
+from shardwise.errors import ShardwiseError
 from shardwise.exchange import carry
 from shardwise.layout import Layout
 from shardwise.transfer import Transfer
+
+Tensors = dict[str, torch.Tensor]
 
 
 def weightless(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,19 +30,33 @@ def weightless(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(tensor.detach().new_zeros(()).expand(tensor.shape), tensor.requires_grad)
 
 
-def copy_structure(module: nn.Module, memo: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The same modules with their own tables of tensors and children; tensors are shared."""
-    memo = {} if memo is None else memo
-    if id(module) not in memo:
-        twin = memo[id(module)] = copy.copy(module)
-        twin.__dict__ = dict(module.__dict__)
-        twin._parameters = dict(module._parameters)
-        twin._buffers = dict(module._buffers)
-        twin._modules = {
-            name: copy_structure(child, memo) if child is not None else None
-            for name, child in module._modules.items()
-        }
-    return memo[id(module)]
+def copy_structure(module: nn.Module) -> Any:
+    """The same modules, with tables, lists and the like of their own; tensors are shared."""
+    return _twin(module, {})
+
+
+def _twin(value: Any, memo: dict[int, Any]) -> Any:
+    """What stands for a value in the copy: modules, and what may hold some, are copied."""
+    if id(value) in memo:
+        return memo[id(value)]
+    kind: Any = type(value)
+    twin: Any
+    if isinstance(value, nn.Module):
+        twin = memo[id(value)] = kind.__new__(kind)
+        twin.__dict__ = {name: _twin(own, memo) for name, own in value.__dict__.items()}
+    elif kind is types.MethodType and isinstance(value.__self__, nn.Module):
+        twin = types.MethodType(value.__func__, _twin(value.__self__, memo))
+    elif kind in (dict, OrderedDict):
+        twin = memo[id(value)] = kind()
+        twin.update((key, _twin(own, memo)) for key, own in value.items())
+    elif kind is list:
+        twin = memo[id(value)] = []
+        twin.extend(_twin(own, memo) for own in value)
+    elif kind in (tuple, set):
+        twin = kind(_twin(own, memo) for own in value)
+    else:
+        return value
+    return twin
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,6 +74,101 @@ def assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module = root.get_submodule(path)
     table = module._parameters if leaf in module._parameters else module._buffers
     table[leaf] = tensor  # type: ignore[assignment]
+
+
+def split_tensors(root: nn.Module, layouts: dict[str, Layout], comm: Communicator) -> None:
+    """Every tensor becomes this rank's block of rank 0's tensor; ties stay ties."""
+    named = list(named_tensors(root))
+    unique = {id(tensor): tensor for _, tensor in named}
+    full = dict(zip(unique, from_root(list(unique.values()), comm), strict=True))
+    blocks: dict[int, torch.Tensor] = {}
+    first: dict[int, str] = {}  # names of tied tensors, by which layers know them
+    for name, tensor in named:
+        known = first.setdefault(id(tensor), name)
+        if known in layouts:
+            layouts[name] = layouts[known]
+        if id(tensor) not in blocks:
+            block = block_of(full.pop(id(tensor)), layouts.get(name), comm.rank)
+            if isinstance(tensor, nn.Parameter):
+                block = nn.Parameter(block, requires_grad=tensor.requires_grad)
+            blocks[id(tensor)] = block
+        assign(root, name, blocks[id(tensor)])
+
+
+def is_split(tensor: torch.Tensor, layout: Layout | None) -> bool:
+    """Whether some rank holds less than the whole tensor."""
+    return layout is not None and tensor.ndim > 0 and int(layout.numels.min()) < prod(layout.shape)
+
+
+def guard_blocks(root: nn.Module, layouts: Mapping[str, Layout], rank: int) -> None:
+    """Modules with split tensors load what is whole, and are not to be called by themselves."""
+    for path, module in root.named_modules():
+        own: dict[str, Layout] = {}
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            layout = layouts.get(f"{path}.{leaf}" if path else leaf)
+            if tensor is not None and layout is not None and is_split(tensor, layout):
+                own[leaf] = layout
+        if own:
+            load = partial(_load_blocks, {leaf: (la.shape, la[rank]) for leaf, la in own.items()})
+            module.register_load_state_dict_pre_hook(load)
+            if path:
+                module.register_forward_pre_hook(partial(_refuse_blocks, path, min(own)))
+
+
+def _refuse_blocks(path: str, leaf: str, module: nn.Module, inputs: Any) -> None:
+    raise ShardwiseError(
+        f"module {path!r} of a parallel model cannot be called by itself: every rank holds only a "
+        f"block of its {leaf}; call the whole model"
+    )
+
+
+def _load_blocks(
+    blocks: Mapping[str, tuple[tuple[int, ...], Box]],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Puts this rank's blocks in the place of whole tensors that are about to be loaded."""
+    for leaf, (shape, box) in blocks.items():
+        full = state_dict.get(prefix + leaf)
+        if isinstance(full, torch.Tensor):
+            if tuple(full.shape) != shape:
+                del state_dict[prefix + leaf]
+                errors.append(
+                    f"size mismatch for {prefix + leaf}: copying a param with shape {full.shape} "
+                    f"from checkpoint, the shape in current model is {torch.Size(shape)}."
+                )
+            else:
+                state_dict[prefix + leaf] = full[box.slices_in(Box.whole(shape))].clone()
+
+
+@contextmanager
+def whole_tensors(
+    root: nn.Module, layouts: Mapping[str, Layout], comm: Communicator
+) -> Iterator[None]:
+    """Within, every split tensor is whole."""
+    blocks: Tensors = {}
+    whole: dict[int, torch.Tensor] = {}
+    try:
+        for name, tensor in list(named_tensors(root)):
+            if is_split(tensor, layouts.get(name)):
+                blocks[name] = tensor
+                if id(tensor) not in whole:
+                    full = gather_whole(name, tensor.detach(), layouts[name], comm)
+                    trained = isinstance(tensor, nn.Parameter)
+                    whole[id(tensor)] = (
+                        nn.Parameter(full, tensor.requires_grad) if trained else full
+                    )
+                assign(root, name, whole[id(tensor)])
+        yield
+    finally:
+        for name, block in blocks.items():
+            assign(root, name, block)
 
 
 def from_root(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
@@ -100,7 +217,7 @@ def gather_whole(
     ranks: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The whole tensor from the ranks that hold its blocks; on all ranks, or on those given."""
-    if block.ndim == 0 or 0 in layout.shape:
+    if not is_split(block, layout):
         return block.clone()
     owners = layout.owners()
     mine = owners[comm.rank]

@@ -20,7 +20,7 @@ from shardwise.checkpoint.writer import Writer
 from shardwise.comm import About, Communicator, LostPeer
 from shardwise.comm.communicator import complaint
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 
 # One worker without a process group is nothing to warn about.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -63,7 +63,7 @@ class Checkpoints:
         """
         self.wait()
         self._check_ranks(model)
-        model.flush()
+        of(model).flush()
         taken: Snapshot | ShardwiseError
         try:
             taken = Snapshot.take(step, model, optimizer, progress)
@@ -110,7 +110,7 @@ class Checkpoints:
         self.wait()
         self._check_ranks(model)
         folder = self.folders.of_step(step, self._agree(self.folders.complete))
-        model.flush()
+        of(model).flush()
         restored = self._agree(lambda: Restoring.begin(folder, model, optimizer), alike=False)
         _background.submit(
             self._together,
@@ -126,9 +126,9 @@ class Checkpoints:
     # -- all ranks together --------------------------------------------------------------------
 
     def _check_ranks(self, model: ParallelModel) -> None:
-        if model.plan.world != self.comm.size:
+        if of(model).plan.world != self.comm.size:
             raise ShardwiseError(
-                f"the model runs on {model.plan.world} workers, and its checkpoints on "
+                f"the model runs on {of(model).plan.world} workers, and its checkpoints on "
                 f"{self.comm.size}; give Checkpoints the model's communicator"
             )
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.document import Document
 from shardwise.checkpoint.pieces import Piece, written_box
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 from shardwise.stored import named_tensors
 
 
@@ -79,7 +79,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_tensors(model: ParallelModel) -> list[Held]:
     """What `state_dict` would hold, each tensor once."""
-    state, tensors = model._shardwise, dict(named_tensors(model))
+    handle, tensors = of(model), dict(named_tensors(model))
     names: dict[int, list[str]] = {}
     for name in nn.Module.state_dict(model, keep_vars=True):
         if name not in tensors:
@@ -91,10 +91,10 @@ def held_tensors(model: ParallelModel) -> list[Held]:
     found = []
     for own in names.values():
         tensor = tensors[own[0]]
-        layout = state.layouts.get(own[0]) if tensor.ndim else None
+        layout = handle.layout(own[0]) if tensor.ndim else None
         if layout is not None and not layout.numels.any():
             layout = None
-        found.append(Held(tuple(own), tensor, layout, state.comm.rank, state.comm.size))
+        found.append(Held(tuple(own), tensor, layout, handle.comm.rank, handle.comm.size))
     return found
 
 

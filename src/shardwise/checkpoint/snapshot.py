@@ -17,7 +17,7 @@ from shardwise.checkpoint.document import Document, Group, OptimizerState, Store
 from shardwise.checkpoint.optimizing import Optimizing
 from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 
 RANDOM = "random/"  # and a device: the state of its random generator, the same on all ranks
 
@@ -46,7 +46,7 @@ class Snapshot:
         optimizing = Optimizing(optimizer, held)
         groups, own, values = optimizing.snapshot()
         pieces |= own
-        if model._shardwise.comm.rank == 0:
+        if of(model).comm.rank == 0:
             for device, state in random_states(model).items():
                 box = Box.whole(tuple(state.shape))
                 pieces[RANDOM + device] = Piece(box.shape, box, host_copy(state))

@@ -13,7 +13,7 @@ from shardwise.data import Batch, Source
 from shardwise.data.loader import IGNORED
 from shardwise.errors import ShardwiseError
 from shardwise.graph import LayerGraph
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 
 from .settings import Settings
 
@@ -28,7 +28,7 @@ class Losses:
     def __init__(self, settings: Settings, model: ParallelModel, graph: LayerGraph) -> None:
         self.smoothing, self.model = settings.label_smoothing, model
         self.local = settings.output == "local"
-        self.comm = model.comm
+        self.comm = of(model).comm
         if len(graph.outputs) != 1 or len(graph[graph.outputs[0]].shape) < 2:
             raise ShardwiseError(
                 f"the model returns {len(graph.outputs)} outputs; training needs one tensor of "
@@ -43,7 +43,7 @@ class Losses:
             return None
 
         def part(batch: int) -> Box:
-            box, keep = self.model.output_box(batch), [0]
+            box, keep = of(self.model).output_box(batch), [0]
             if not box.empty and box.shape[1] != self._shape[1]:
                 raise ShardwiseError(
                     "the plan splits the classes of the output; with output local a rank needs all "

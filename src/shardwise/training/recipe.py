@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.optimizer import optimizer
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 
 from .lars import Lars
 from .settings import Settings
@@ -19,7 +19,7 @@ def make_optimizer(settings: Settings, model: ParallelModel) -> Optimizer:
     """The optimizer of a run; updates of gathered layers hide behind the next forward pass."""
     common = {"lr": peak_rate(settings), "weight_decay": settings.weight_decay}
     if settings.optimizer == "lars":  # it needs the norms of all ranks, so nothing may come later
-        own = {"momentum": settings.momentum, "trust": settings.trust, "norms": model.norms}
+        own = {"momentum": settings.momentum, "trust": settings.trust, "norms": of(model).norms}
         return Lars(model.parameters(), **common, **own)
     if settings.optimizer == "sgd":
         own = {"momentum": settings.momentum, "nesterov": settings.nesterov}

@@ -16,7 +16,7 @@ from shardwise.data import Batch, Loader, Source
 from shardwise.data.opening import check_alike
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
-from shardwise.parallel import ParallelModel, parallelize
+from shardwise.parallel import ParallelModel, of, parallelize
 from shardwise.plan import Plan
 from shardwise.planning import examine
 from shardwise.questions import parse_engine
@@ -108,7 +108,7 @@ class Trainer:
         settings, augment = self.settings, make_augment(self.settings, train)
         common: dict[str, Any] = {
             "batch": settings.batch,
-            "box": self.model.input_box,
+            "box": of(self.model).input_box,
             "label_box": self.losses.label_box(train),
             "prefetch": settings.prefetch,
             "device": self.device,
@@ -175,12 +175,12 @@ class Trainer:
         with self._tracing() if traced else nullcontext():
             self.optimizer.zero_grad()
             x = batch.x.to(DTYPES[settings.precision])
-            loss, value = self.losses(self.model(x, batch=batch.size), batch)
+            loss, value = self.losses(of(self.model).forward(x, batch=batch.size), batch)
             if settings.check_finite and not isfinite(value):
                 self._complain(x, batch, value)
             loss.backward()
             if settings.clip is not None:
-                self.model.clip_grad_norm_(settings.clip)
+                of(self.model).clip_grad_norm_(settings.clip)
             self.optimizer.step()
         self.step += 1
         self.total, self.count = self.total + value * batch.size, self.count + batch.size
@@ -209,7 +209,7 @@ class Trainer:
         with torch.no_grad():
             for batch in self.tests:
                 x = batch.x.to(DTYPES[self.settings.precision])
-                sums += self.losses.score(self.model(x, batch=batch.size), batch)
+                sums += self.losses.score(of(self.model).forward(x, batch=batch.size), batch)
         loss, right, count = self.losses.over_ranks(sums).tolist()
         self.model.train()
         return loss / max(count, 1), right / max(count, 1)
@@ -272,13 +272,13 @@ class Trainer:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        with self.model.record() as trace:
+        with of(self.model).record() as trace:
             yield
         self.journal.traced(self.step + 1, trace)
 
     def _complain(self, x: torch.Tensor, batch: Batch, value: float) -> None:
         """Stops at a loss that is not finite."""
-        layer = self.model.first_not_finite(x, batch=batch.size)
+        layer = of(self.model).first_not_finite(x, batch=batch.size)
         where = "in the loss itself" if layer is None else f"first in the output of layer {layer!r}"
         raise ShardwiseError(
             f"the loss is {value} at step {self.step + 1} (epoch {self.loader.epoch + 1}), "

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError, one_line
-from shardwise.parallel import Graphs, ParallelModel, parallelize
+from shardwise.parallel import Graphs, ParallelModel, of, parallelize
 from shardwise.plan import Plan
 from shardwise.verify.comparison import Comparison, differences
 from shardwise.verify.noise import judge
@@ -78,7 +78,7 @@ def _place(error: Exception, model: nn.Module) -> str:
 def _disagreements(found: Found, parallel: ParallelModel, comm: Communicator) -> list[Comparison]:
     """Ranks that hold the same part of a tensor must hold the same numbers, to the bit."""
     same = {(*key, ""): _sum(x) for key, x in found.items() if key[0] in ("output", "loss")}
-    same |= {("weight", n, str(box)): _sum(x) for n, (box, x) in parallel.blocks().items()}
+    same |= {("weight", n, str(box)): _sum(x) for n, (box, x) in of(parallel).blocks().items()}
     known: dict[tuple[str, str, str], str] = {}
     different: dict[tuple[str, str], Comparison] = {}
     for everyone in comm.gather_objects(same):

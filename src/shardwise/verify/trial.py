@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 from shardwise.stored import named_tensors
 from shardwise.verify.comparison import Key, is_inexact
 
@@ -87,7 +87,7 @@ def _part(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Found:
     """Copies: those of a parallel model lie where the next backward pass puts its own."""
     if isinstance(model, ParallelModel):
-        gradients = model.full_gradients((0,))
+        gradients = of(model).full_gradients((0,))
     else:
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     gradients |= {f"input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
@@ -97,7 +97,7 @@ def _gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Found:
 def _state(model: nn.Module) -> Found:
     """Buffers, which are statistics mostly, and weights."""
     split = isinstance(model, ParallelModel)
-    state = model.full_tensors((0,)) if split else dict(named_tensors(model))
+    state = of(model).full_tensors((0,)) if split else dict(named_tensors(model))
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     by_kind = {("weight" if n in weights else "statistics", n): t for n, t in state.items()}
     return {key: by_kind[key].detach() for key in sorted(by_kind)}

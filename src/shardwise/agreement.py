@@ -1,0 +1,125 @@
+"""What all ranks must agree on before a pass: compared every time, in one small message.
+
+Ranks that disagree would send each other messages of other sizes, or train on other samples without
+a word. Each rank sends a few numbers to all others; who differs from rank 0 is named to everybody.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.comm import About, Communicator
+from shardwise.errors import ShardwiseError
+
+LOOKED_AT = 1 << 16  # elements of a tensor that its checksum is made of
+ABOUT = About("what all ranks must agree on", "agreement")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is about to do, as numbers."""
+
+    samples: int = 0
+    training: int = 0
+    gradients: int = 0
+    whole: int = 0  # inputs are whole, not parts
+    modes: int = 0  # of all modules
+    trained: int = 0  # which parameters, and which inputs need gradients
+    kinds: int = 0  # shapes and dtypes of whole inputs
+    content: int = 0  # of whole inputs
+    refused: int = 0  # this rank cannot do it
+
+    def __str__(self) -> str:
+        return (
+            f"a batch of {self.samples} samples{'' if self.whole else ' in parts'} in "
+            f"{'training' if self.training else 'evaluation'}"
+            f"{'' if self.gradients else ' without gradients'}"
+        )
+
+    def difference(self, first: Call) -> str:
+        """What sets this rank's call apart from that of rank 0; nothing where they are alike."""
+        if str(self) != str(first):
+            return f"runs {self}, and rank 0 {first}; all ranks must do the same"
+        if self.modes != first.modes:
+            return "has other modules in training mode than rank 0"
+        if self.trained != first.trained:
+            return "has other parameters or inputs that require gradients than rank 0"
+        if self.kinds != first.kinds:
+            return "was given inputs of another shape or dtype than rank 0"
+        if self.content != first.content:
+            return (
+                "was given another batch than rank 0; give every rank the same global batch, or "
+                "each its own part with batch="
+            )
+        return ""
+
+
+def agree(call: Call, refusal: Exception | None, comm: Communicator) -> None:
+    """Raises on all ranks where one cannot run its call, or is about to run another than rank 0."""
+    if comm.size > 1:
+        calls = [Call(*row) for row in gather_numbers(astuple(call), comm)]
+        refusing = [rank for rank, other in enumerate(calls) if other.refused]
+        if refusing:
+            reasons = comm.gather_objects(str(refusal or ""))
+            if refusal is None:
+                raise ShardwiseError(f"rank {refusing[0]} refuses: {reasons[refusing[0]]}")
+        for rank, other in enumerate(calls if not refusing else ()):
+            difference = other.difference(calls[0])
+            if difference:
+                raise ShardwiseError(f"rank {rank} {difference}")
+    if refusal is not None:
+        raise refusal
+
+
+def agree_on(number: int, otherwise: str, comm: Communicator) -> None:
+    """Raises on every rank where some rank's number differs from rank 0's."""
+    if comm.size > 1:
+        (first,), *others = gather_numbers((number,), comm)
+        for rank, (other,) in enumerate(others, start=1):
+            if other != first:
+                raise ShardwiseError(f"rank {rank} {otherwise}")
+
+
+def gather_numbers(numbers: Sequence[int], comm: Communicator) -> list[list[int]]:
+    """Every rank's numbers, in rank order."""
+    device = "cuda" if comm._backend == "nccl" else "cpu"
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(comm.size)]
+    comm.all_gather(tuple(range(comm.size)), everyone, own, ABOUT).wait()
+    return torch.stack(everyone).tolist()
+
+
+def checksum(value: Any) -> int:
+    """A number that tells values apart: of a tensor by what it holds, else by how it is written."""
+    if not isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value).encode())
+    x = value.detach()
+    if x.numel() > LOOKED_AT:
+        x = torch.take(x, _places(x.numel()).to(x.device))
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return zlib.crc32(x.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@lru_cache(maxsize=4)
+def _places(numel: int) -> torch.Tensor:
+    """Places all over a tensor, by an odd step so that they fall into all rows and columns."""
+    return torch.arange(0, numel, (numel // LOOKED_AT) | 1)
+
+
+@contextmanager
+def together(comm: Communicator) -> Iterator[None]:
+    """Within, a rank that fails tells all others why, which then end at once."""
+    try:
+        yield
+    except BaseException as error:
+        abort = getattr(comm, "abort", None)
+        if comm.size > 1 and abort is not None:
+            abort(str(error) or type(error).__name__)
+        raise

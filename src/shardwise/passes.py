@@ -1,0 +1,317 @@
+"""One pass through a parallel model, forward and backward, as a node of the user's autograd graph.
+
+The parameters are inputs of that node: autograd itself adds up their gradients, runs their hooks,
+and leaves out what a loss does not depend on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from shardwise.agreement import Call, agree, checksum, gather_numbers, together
+from shardwise.box import Box
+from shardwise.comm import About
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.exchange import start
+from shardwise.formats import memory_format_of
+from shardwise.gradients import reached
+from shardwise.graph import LayerGraph
+from shardwise.program import Program, Source, layer_layout, to_all
+from shardwise.runtime import Bound, Runtime, Tensors
+from shardwise.state import State
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+def run(
+    state: State, inputs: Inputs, batch: int | None = None, refusal: Exception | None = None
+) -> Any:
+    """The model's output for inputs that are whole, or this rank's part of so many samples.
+
+    Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
+    """
+    params: Tensors = {n: p for n, p in state.params().items() if p.requires_grad}
+    bound, call = None, Call(refused=1)
+    if refusal is None:
+        try:
+            bound = _bound(state, inputs, batch, frozenset(params))
+            call = _call(state, inputs, batch, params)
+        except Exception as error:
+            refusal = error
+    agree(call, refusal, state.comm)
+    assert bound is not None
+    with together(state.comm):
+        _count_batches(bound.graph, state)
+        outputs = _outputs(state, bound, inputs, params)
+    return pytree.tree_unflatten(list(outputs), bound.graph.output_spec)
+
+
+def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset[str]) -> Bound:
+    """The program for these inputs, which are looked at first."""
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 0):
+        raise ShardwiseError(f"batch={batch!r} must be the number of samples of all parts")
+    if len(inputs) != len(state.plan.inputs):
+        raise ShardwiseError(
+            f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
+        )
+    samples = _num_samples(inputs, batch)
+    graph = state.graph(state.training, samples)
+    _check_inputs(state, graph, inputs, whole=batch is None)
+    for name in graph.outputs:
+        if samples == 0 and prod(graph[name].shape):
+            raise ShardwiseError(
+                f"output {name!r} does not consist of samples, and a batch of none was given; "
+                "leave such batches out"
+            )
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return state.bound(graph, trainable, batch is None, needs_gradient)
+
+
+def _num_samples(inputs: Inputs, batch: int | None) -> int:
+    return batch if batch is not None else next((x.shape[0] for x in inputs if x.ndim), 0)
+
+
+def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) -> None:
+    for name, x in zip(graph.inputs, inputs, strict=True):
+        wanted = graph[name].shape
+        if not whole:
+            wanted = layer_layout(graph, state.plan, name)[state.comm.rank].shape
+        if tuple(x.shape) != wanted:
+            part = "" if whole else " as this rank's part"
+            raise ShardwiseError(
+                f"input {name!r} must be {'x'.join(map(str, wanted))}{part}, and is "
+                f"{'x'.join(map(str, x.shape))}; a plan is for one image size"
+            )
+
+
+def _call(state: State, inputs: Inputs, batch: int | None, params: Tensors) -> Call:
+    """What this rank is about to do; nobody needs to know it where there is one rank."""
+    if state.comm.size == 1:
+        return Call()
+    whole = batch is None
+    return Call(
+        samples=_num_samples(inputs, batch),
+        training=state.training,
+        gradients=torch.is_grad_enabled(),
+        whole=whole,
+        modes=checksum([module.training for module in state.modules.values()]),
+        trained=checksum([[*params], [x.requires_grad for x in inputs]]),
+        kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
+        content=checksum([checksum(x) for x in inputs]) if whole else 0,
+    )
+
+
+def _count_batches(graph: LayerGraph, state: State) -> None:
+    """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
+    for layer in graph.layers:
+        if layer.op == "batch_norm":
+            module = state.modules[layer.attrs["module"]]
+            counter = getattr(module, "num_batches_tracked", None)
+            if counter is not None and module.training:
+                counter.add_(1)
+
+
+def _outputs(state: State, bound: Bound, inputs: Inputs, params: Tensors) -> Sequence[torch.Tensor]:
+    if bound.graph.batch == 0:
+        return _of_nothing(bound.graph, inputs, params)
+    state.prepare(bound.program)
+    leaves = {name: _leaf(param) for name, param in params.items()}
+    lookup = partial(_lookup, state, bound.graph.constants, leaves)
+    runtime = Runtime(bound, lookup, state.precision, state.watch)
+    if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
+        return _Node.apply(Pass(state, runtime, params, leaves), *inputs, *params.values())
+    return _forward(state, runtime, inputs, record=False)
+
+
+def _leaf(param: torch.Tensor) -> torch.Tensor:
+    """The parameter as layers see it: its hooks are for the whole gradient, not for parts of it."""
+    return param.detach().requires_grad_() if param._backward_hooks else param
+
+
+def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torch.Tensor]:
+    """The outputs for a batch of no samples, of which no rank has anything to compute."""
+    outputs = []
+    for name in graph.outputs:
+        _, used = reached(graph, [name])
+        nothing = sum((param.reshape(-1)[:0].sum() for n, param in params.items() if n in used), 0)
+        y = inputs[0].new_empty(graph[name].shape, dtype=graph[name].dtype)
+        outputs.append(y + nothing if y.is_floating_point() or y.is_complex() else y)
+    return outputs
+
+
+def _lookup(
+    state: State, constants: Mapping[str, torch.Tensor], params: Tensors, source: Source
+) -> torch.Tensor:
+    """The part of a stored tensor that a layer needs."""
+    if source.kind == "constant":
+        tensor = constants[source.name]
+        held = Box.whole(tuple(tensor.shape))
+    else:
+        if state.late.entries and source.name in state.late.names and state.settle:
+            state.settle(frozenset([source.name]))  # its last update was put off until now
+        path, _, leaf = source.name.rpartition(".")
+        tensor = params.get(source.name)
+        tensor = getattr(state.modules[path], leaf) if tensor is None else tensor
+        layout = state.layouts.get(source.name)
+        held = Box.whole(tuple(tensor.shape)) if layout is None else layout[state.comm.rank]
+    if tensor.ndim == 0 or held == source.box:
+        return tensor
+    if not held.contains(source.box):
+        raise PlanError(
+            f"rank {state.comm.rank} holds {held} of {source.name!r} and needs {source.box}"
+        )
+    return tensor[source.box.slices_in(held)]
+
+
+def _forward(state: State, runtime: Runtime, inputs: Inputs, record: bool) -> Inputs:
+    program = runtime.program
+    values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
+    if state.output == "full":
+        full = [
+            start(to_all(program.layouts[name]), y, state.comm, About(f"{name} to all"))
+            for name, y in values.items()
+        ]
+        arrived = zip(values, full, strict=True)
+        values = {name: _shaped(program, name, wait()) for name, wait in arrived}
+    if state.output == "full" and state.comm.size > 1:
+        # One memory format on all ranks, so that their losses agree to the bit.
+        values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
+    outputs = [values[name] for name in program.outputs]
+    return tuple(y.float() if y.dtype == state.precision else y for y in outputs)
+
+
+def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:
+    """A whole output as the model returns it: a scalar, or nothing, has its own shape."""
+    shape = () if name in program.scalars else program.layouts[name].shape
+    return y.reshape(shape) if y.ndim != len(shape) or not y.numel() else y
+
+
+def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    same_rank = x.ndim == y.ndim
+    return y.contiguous(memory_format=memory_format_of(x)) if same_rank else y.contiguous()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pass:
+    """What a pass keeps for its way back."""
+
+    state: State
+    runtime: Runtime
+    params: Tensors
+    leaves: Tensors  # the parameters as layers saw them
+
+
+class _Node(torch.autograd.Function):
+    """One pass through the parallel model, as a single node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Pass, *tensors: torch.Tensor) -> Any:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        inputs = tensors[: len(tensors) - len(made.params)]
+        outputs = _forward(made.state, made.runtime, inputs, record=True)
+        program = made.runtime.program
+        named = zip(program.outputs, outputs, strict=True)
+        ctx.mark_non_differentiable(*(y for name, y in named if name not in program.differentiable))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made: Pass = ctx.made
+        wanted = ctx.needs_input_grad[1 : 1 + len(made.runtime.program.inputs)]
+        with together(made.state.comm):
+            return None, *_backward(made, gradients, wanted)
+
+
+def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The gradients of the inputs, and those of the parameters unless they come later."""
+    state, runtime, program = made.state, made.runtime, made.runtime.program
+    used = _used(program, gradients, state)
+    values, stored = reached(runtime.bound.graph, [program.origins[name] for name in used])
+    state.wait_for_sums()  # of a step before, whose buffers are used again
+    if state.settle is not None and state.choice.engine.wait == "use":
+        state.settle(None)
+    begin = time.perf_counter()
+    sums = state.gradient_sums(runtime.bound, made.params)
+    parts = _own_parts(program, gradients, state.output == "full")
+    inputs = runtime.backward(parts, made.leaves, sums, values)
+    adds_up = any(param.grad is not None for param in made.params.values())
+    at_once = adds_up or not state.choice.decided
+    wait = "backward" if at_once else state.choice.engine.wait
+    found = sums.finish(stored, state.late if state.settle else None, wait)
+    if wait != "backward":
+        for name, gradient in found.items():  # autograd would read what is still summed
+            made.params[name].grad = gradient
+        found, state.unfinished = {}, sums
+        _unfinished.add(state)
+    state.choice.note(time.perf_counter() - begin)
+    summed = [
+        _input_gradient(state, program, name, inputs.get(name)) if needed else None
+        for name, needed in zip(program.inputs, wanted, strict=True)
+    ]
+    return [*summed, *(found.pop(name, None) for name in made.params)]
+
+
+def _used(program: Program, gradients: Sequence[Any], state: State) -> list[str]:
+    """The outputs that the loss depends on, of any rank where each has a loss of its own part."""
+    names = [name for name in dict.fromkeys(program.outputs) if name in program.differentiable]
+    here = {name for name, g in zip(program.outputs, gradients, strict=True) if g is not None}
+    if len(names) == 1 or state.comm.size == 1:
+        return [name for name in names if name in here]
+    rows = gather_numbers([name in here for name in names], state.comm)
+    for rank, row in enumerate(rows):
+        if row != rows[0] and state.output == "full":
+            raise ShardwiseError(
+                f"the loss of rank {rank} depends on other outputs than that of rank 0; every rank "
+                "must compute the same loss"
+            )
+    return [name for name, *flags in zip(names, *rows, strict=True) if any(flags)]
+
+
+def _own_parts(program: Program, gradients: Sequence[Any], full: bool) -> Tensors:
+    """Every rank has the gradient of the whole output and takes its own part: no sum."""
+    parts: Tensors = {}
+    for name, gradient in zip(program.outputs, gradients, strict=True):
+        if gradient is not None:
+            if full:
+                whole = Box.whole(program.layouts[name].shape)
+                gradient = gradient.reshape(whole.shape)[program.boxes[name].slices_in(whole)]
+            parts[name] = parts[name] + gradient if name in parts else gradient
+    return parts
+
+
+def _input_gradient(state: State, program: Program, name: str, gradient: Any) -> Any:
+    """The gradient of an input that is whole on every rank is the sum of all parts."""
+    if gradient is not None and program.whole_inputs:
+        everybody = tuple(range(state.comm.size))
+        state.comm.all_reduce(everybody, gradient, About(f"{name} gradient")).wait()
+    return gradient
+
+
+_unfinished: WeakSet[State] = WeakSet()  # of models whose sums may still be under way
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Every optimizer waits for the sums of its own parameters."""
+    if _unfinished:
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for state in list(_unfinished):
+            state.wait_for_sums(own)
+
+
+register_optimizer_step_pre_hook(_before_step)
