@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
 
 import pytest
 
 import shardwise
-from shardwise.verification import PlanResult
 from shardwise.verify import Comparison
+from shardwise.verify.results import PlanResult
 
 Run = tuple[int, str, str]
 
@@ -18,7 +19,20 @@ Run = tuple[int, str, str]
     ("arguments", "words"),
     [
         ([], ["verify", "train", "pack"]),
-        (["verify"], ["--workers", "--split", "--random-plans", "--plan", "--input", "--option"]),
+        (
+            ["verify"],
+            [
+                "--workers",
+                "--split",
+                "--random-plans",
+                "--plan",
+                "--input",
+                "--option",
+                "--eval",
+                "--dtype",
+                "--device",
+            ],
+        ),
         (["pack"], ["--stripes", "--on-error", "--subset", "--size", "--num-classes"]),
         (["train"], ["--workers", "--epochs", "--batch", "--lr", "--seed", "--split"]),
     ],
@@ -72,6 +86,76 @@ def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch
     assert "1 plan FAILED" in out
 
 
+def test_verify_shows_noise_where_it_arises_and_what_it_leaves_open(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = shardwise.Plan(2, {}, ((2, 3),), "0")
+    found = (
+        Comparison("output", "output 0", 4e-7, noise=3e-7, origin="in 'layer.1'"),
+        Comparison("gradient", "fc.weight", 3e1, noise=2.0, origin="in 'layer.1'"),
+        Comparison("gradient", "fc.bias", 2e-6, noise=1e-6, origin="in 'layer.1'"),
+    )
+    results = [PlanResult("split n=2", plan, found)]
+    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: results)
+    code, out, _ = run("verify", "digits")
+    assert code == 0
+    assert re.search(r"output .* output 0 .* 4.0e-07 .* 3.0e-07 .* 3e-06 .* ok ", out)
+    assert re.search(r"gradient .* fc.bias .* 2.0e-06 .* 1.0e-06 .* 1e-05 .* ok, 1 open", out)
+    assert "it arises in 'layer.1'; limits are 10 times the noise" in out
+    assert "open: 1 tensor of which one device itself keeps no digit" in out
+    assert "worst: gradient fc.bias, relative error 2.0e-06, limit 1e-05" in out
+
+
+def test_verify_tells_a_fault_in_words(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    plan = shardwise.Plan(2, {}, ((2, 3),), "0")
+    fault = Comparison("output", "output 0", inf, fault="1 of float64 instead of a scalar")
+    results = [PlanResult("split n=2", plan, (fault,))]
+    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: results)
+    code, out, _ = run("verify", "digits")
+    assert code == 1 and "output output 0: 1 of float64 instead of a scalar\n" in out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_compares_evaluation_in_other_dtypes(run, dtype: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run("verify", "digits", "--workers", "1", "--dtype", dtype, "--eval")
+    assert code == 0, err
+    assert "1 tensor compared: equal to one device" in out
+
+
+def test_a_model_that_fails_on_one_device_is_one_line(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tmp_path / "unlucky.py"
+    source.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Unlucky(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        if torch.compiler.is_exporting(): return x\n"
+        "        raise RuntimeError('out of luck\\nand of lines')\n"
+        "def build(): return nn.Sequential(nn.Conv2d(3, 4, 3), Unlucky())\n"
+    )
+    code, out, err = run("verify", f"{source}:build", "--input", "2x3x6x6", "--workers", "1")
+    sentence = "Sequential fails on one device in layer '1': RuntimeError: out of luck"
+    assert (code, out, err) == (2, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [
+        ("Captured", "'digits' cannot be captured: KeyError: 'luck'"),
+        ("run_local", "'digits' cannot be verified: KeyError: 'luck'"),
+        ("compare", "'digits' runs on one device, but not under split n=1: KeyError: 'luck'"),
+    ],
+)
+def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-def]
+    run, broken: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("luck")
+
+    monkeypatch.setattr(f"shardwise.verify.model.{broken}", fail)
+    code, out, err = run("verify", "digits", "--workers", "1")
+    assert (code, out, err) == (2, "", f"error: {sentence}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -85,6 +169,8 @@ def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch
         ("verify digits --workers 0", "0 workers: there must be at least 1"),
         ("verify digits --random-plans -1", "-1 random plans"),
         ("verify digits --batch 0", "a batch of 0 samples"),
+        ("verify digits --dtype int8", "dtype 'int8' must be one of float64, float32,"),
+        ("verify digits --device tpu", "device 'tpu' must be one of cpu, cuda"),
         ("verify digits --plan none.json", "the plan file 'none.json' cannot be read"),
         ("verify digits --option width", "option 'width' must be written key=value"),
         ("verify digits --option depth=3", "building 'digits' failed with TypeError"),

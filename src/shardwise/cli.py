@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from shardwise import data
 from shardwise.checkpoint import export as export_state
@@ -28,11 +27,12 @@ from shardwise.planning import as_data
 from shardwise.probing import probe as probe_machine
 from shardwise.questions import Question, answer, examined, simulated, trace_data
 from shardwise.report import contents, title_of, write_page, write_report
-from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines
+from shardwise.tables import explain_table, plan_table, rivals_table, trace_lines, verify_table
 from shardwise.training import Settings
 from shardwise.training import train as run_training
 from shardwise.training.options import with_options
-from shardwise.verification import PlanResult, Request, summary, verify_model
+from shardwise.verify.model import Request, verify_model
+from shardwise.verify.results import PlanResult, summary
 from shardwise.version import __version__
 
 app = typer.Typer(
@@ -113,15 +113,23 @@ def verify(
     split: Split = None,
     random_plans: Annotated[int, typer.Option(help="How many random plans to verify.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the first random plan.")] = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Compare the outputs of evaluation mode only.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and inputs: float64, float32, bfloat16 or float16.")
+    ] = "float64",
+    device: Annotated[str, typer.Option(help="Where all ranks compute: cpu or cuda.")] = "cpu",
     num_classes: Classes = None,
     option: Options = None,
 ) -> None:
     """Prove that plans compute what one device computes.
 
-    Trains the model three steps in float64, under each plan and on one device, and compares
-    outputs, losses, every gradient, running statistics and weights. Without --plan, --split or
-    --random-plans, the samples are split over the workers. Exit code 1 means that some tensor
-    differs by more than rounding. Also runs under torchrun or mpirun.
+    Trains the model three steps, under each plan and on one device, and compares outputs, losses,
+    every gradient, running statistics and weights. Without --plan, --split or --random-plans, the
+    samples are split over the workers. A tensor that differs by more than its dtype usually rounds
+    is judged by what one device makes of a change in the last bit. Exit code 1 means that some
+    tensor differs by more than that. Also runs under torchrun or mpirun.
     """
     request = Request(
         spec=model,
@@ -132,6 +140,9 @@ def verify(
         split=parse_split(split) if split is not None else {},
         num_random=random_plans,
         seed=seed,
+        training=not evaluate,
+        dtype=dtype,
+        device=device,
         options=_model_options(option, num_classes),
     )
     with Console(stderr=True).status(f"verifying {model}"):
@@ -153,26 +164,12 @@ def _model_options(option: list[str] | None, num_classes: int | None) -> dict[st
 
 
 def _print_results(results: list[PlanResult]) -> None:
-    """A table per plan and one line about all; nothing on ranks that have no results."""
+    """A table per plan and a few lines about all; nothing on ranks that have no results."""
     console = Console(highlight=False)
     for result in results:
-        console.print(_table(result))
-    if results:
-        console.print(summary(results), soft_wrap=True)
-
-
-def _table(result: PlanResult) -> Table:
-    table = Table(title=escape(result.label), title_justify="left")
-    table.add_column("compared")
-    table.add_column("tensors", justify="right")
-    table.add_column("worst tensor")
-    table.add_column("relative error", justify="right")
-    table.add_column("")
-    for row in result.by_kind():
-        verdict = "[green]ok" if row.passed else "[bold red]FAILED"
-        error = f"{row.worst.error:.1e}"
-        table.add_row(row.kind, str(row.num_tensors), escape(row.worst.name), error, verdict)
-    return table
+        console.print(verify_table(result))
+    for line in summary(results) if results else ():
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _train(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Tables for people: plans, alternatives and simulations."""
+"""Tables for people: plans, alternatives, simulations and comparisons."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shardwise.plan import Plan
 from shardwise.planner import size
 from shardwise.planning import Alternative, Findings
 from shardwise.trace import Trace
+from shardwise.verify.results import KindResult, PlanResult, limit_of
 
 ALTERNATIVES = 12  # shown of one layer
 
@@ -134,3 +135,26 @@ def trace_lines(trace: Trace) -> list[str]:
 def _range(seconds: np.ndarray) -> str:
     low, high = milliseconds(float(seconds.min())), milliseconds(float(seconds.max()))
     return low if low == high else f"{low} to {high}"
+
+
+def verify_table(result: PlanResult) -> Table:
+    """The worst tensor of every kind: its error, the noise of one device, and the limit."""
+    table = Table(title=escape(result.label), title_justify="left")
+    table.add_column("compared")
+    table.add_column("tensors", justify="right")
+    table.add_column("worst tensor")
+    for name in ("relative error", "noise", "limit"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in result.by_kind():
+        worst = row.worst
+        noise = "" if worst.noise is None else f"{worst.noise:.1e}"
+        cells = (f"{worst.error:.1e}", noise, limit_of(worst), _verdict(row))
+        table.add_row(row.kind, str(row.num_tensors), escape(worst.name), *cells)
+    return table
+
+
+def _verdict(row: KindResult) -> str:
+    if not row.passed:
+        return "[bold red]FAILED"
+    return f"[green]ok[/], {row.num_undetermined} open" if row.num_undetermined else "[green]ok"

@@ -50,11 +50,12 @@ def _train(model: nn.Module, inputs: tuple[torch.Tensor, ...], num_steps: int) -
         optimizer.zero_grad()
         for x in inputs:
             x.grad = None
-        if loss.requires_grad:
+        if loss is not None and loss.requires_grad:
             loss.backward()
         if step == 0:
             found |= _outputs(output) | _gradients(model, inputs)
-        found["loss", f"step {step + 1}"] = loss.detach()
+        if loss is not None:
+            found["loss", f"step {step + 1}"] = loss.detach()
         optimizer.step()
     return found | _state(model)
 
@@ -66,14 +67,14 @@ def _outputs(output: Any) -> Found:
     }
 
 
-def _loss(output: Any) -> torch.Tensor:
-    """Something that depends on every element that is finite, differently."""
-    leaves = pytree.tree_leaves(output)
-    total = torch.zeros((), dtype=torch.float64)
-    for seed, y in enumerate(leaves):
-        if is_inexact(y) and y.numel():
-            total = total.to(y.device) + _part(y, torch.Generator().manual_seed(seed))
-    return total
+def _loss(output: Any) -> torch.Tensor | None:
+    """Something that depends on every element that is finite, differently; None of integers."""
+    parts = [
+        _part(y, torch.Generator().manual_seed(seed))
+        for seed, y in enumerate(pytree.tree_leaves(output))
+        if is_inexact(y) and y.numel()
+    ]
+    return torch.stack(parts).sum() if parts else None
 
 
 def _part(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

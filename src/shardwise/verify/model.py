@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,58 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.capture import capture
+from shardwise.capture import Captured
 from shardwise.comm import Communicator
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import CaptureError, PlanError, ShardwiseError, one_line
 from shardwise.graph import LayerGraph
-from shardwise.launch import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.launch import (
+    WorkerError,
+    choose_world,
+    init_from_environment,
+    run_local,
+    under_launcher,
+)
 from shardwise.models import default_shape, load_model
 from shardwise.plan import Plan
-from shardwise.verify import TOLERANCE, Comparison, compare
+from shardwise.verify.comparison import Comparison
+from shardwise.verify.proof import compare
+from shardwise.verify.results import PlanResult
 
-KINDS = ("output", "loss", "gradient", "statistics", "weight")
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DEVICES = ("cpu", "cuda")
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class KindResult:
-    """The tensors of one kind: how many were compared, and the worst of them."""
-
-    kind: str
-    num_tensors: int
-    worst: Comparison
-
-    @property
-    def passed(self) -> bool:
-        return self.worst.passed
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """What came of one plan."""
-
-    label: str
-    plan: Plan
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.comparisons) and all(c.passed for c in self.comparisons)
-
-    @property
-    def error(self) -> float:
-        """The largest relative error of all tensors."""
-        return max((c.error for c in self.comparisons), default=0.0)
-
-    def by_kind(self) -> list[KindResult]:
-        """One entry for each kind of tensor that the model has."""
-        groups = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
-        return [
-            KindResult(kind, len(group), max(group, key=lambda c: c.error))
-            for kind, group in groups.items()
-            if group
-        ]
 
 
 @dataclass(frozen=True)
@@ -82,16 +51,25 @@ class Request:
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 3
+    training: bool = True
+    dtype: str = "float64"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.num_random < 0:
             raise ShardwiseError(f"{self.num_random} random plans: there cannot be fewer than 0")
         if self.batch is not None and self.batch < 1:
             raise ShardwiseError(f"a batch of {self.batch} samples: there must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ShardwiseError(f"dtype {self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ShardwiseError(f"device {self.device!r} must be one of {', '.join(DEVICES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ShardwiseError("device 'cuda' is not there; use cpu")
 
 
 def verify_model(request: Request) -> list[PlanResult]:
-    """Trains the model under every plan and on one device, in float64, and compares all tensors.
+    """Runs the model under every plan and on one device, and compares all tensors.
 
     The workers are processes of this machine, or those of a launcher: then rank 0 has the results
     and the other ranks get an empty list.
@@ -104,20 +82,45 @@ def verify_model(request: Request) -> list[PlanResult]:
     world = _world(request, saved)
     model = _model(request)
     shapes = _shapes(request, saved, world)
-    graph = capture(model, *_inputs(shapes))
-    plans = _plans(request, saved, graph, world)
+    graphs = _graphs(request, model, shapes)
     del model  # every worker builds its own: memory for one less
-    job = (request, shapes, graph, list(plans.values()))
+    plans = _plans(request, saved, graphs[True], world)
+    job = (request, shapes, graphs, plans)
     if under_launcher():
-        init_from_environment()
+        cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
+        init_from_environment(backend="gloo" if cpu else None)
         comparisons = _compare_plans(*job)
         dist.destroy_process_group()
     else:
-        comparisons = run_local(_compare_plans, world, *job)[0]
+        comparisons = _on_local_workers(request, world, job)
     return [
         PlanResult(label, plan, tuple(found))
         for (label, plan), found in zip(plans.items(), comparisons, strict=False)
     ]
+
+
+Graphs = dict[bool, LayerGraph]  # by whether the model trains
+
+
+def _graphs(request: Request, model: nn.Module, shapes: Shapes) -> Graphs:
+    """The layer graphs that workers need."""
+    inputs = _inputs(request, shapes)
+    modes = (True,) if request.training else (True, False)
+    try:
+        return {mode: Captured(model, inputs, mode).graph(shapes[0][0]) for mode in modes}
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{request.spec!r} cannot be captured: {one_line(error)}") from error
+
+
+def _on_local_workers(request: Request, world: int, job: tuple[Any, ...]) -> Any:
+    try:
+        return run_local(_compare_plans, world, *job)[0]
+    except (ShardwiseError, WorkerError):
+        raise
+    except Exception as error:  # of sending the graph to the workers
+        raise ShardwiseError(f"{request.spec!r} cannot be verified: {one_line(error)}") from error
 
 
 def _world(request: Request, saved: Plan | None) -> int:
@@ -160,38 +163,40 @@ def _plans(request: Request, saved: Plan | None, graph: LayerGraph, world: int) 
 
 
 def _compare_plans(
-    request: Request, shapes: Shapes, graph: LayerGraph, plans: Sequence[Plan]
+    request: Request, shapes: Shapes, graphs: Graphs, plans: Mapping[str, Plan]
 ) -> list[list[Comparison]]:
     """On every rank: builds the model (cheaper than sending it) and runs all plans."""
-    model, inputs, comm = _model(request), _inputs(shapes), Communicator()
-    found = [
-        compare(model, plan, inputs, comm, request.num_steps, graphs=lambda training, batch: graph)
-        for plan in plans
-    ]
+    comm, device = Communicator(), torch.device("cpu")
+    if request.device == "cuda":
+        device = torch.device("cuda", comm.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # rounds more than float32 says
+    model = _model(request).to(device)
+    inputs = tuple(x.to(device) for x in _inputs(request, shapes))
+    # A graph has the device of the model that it was captured from.
+    known = (lambda training, _: graphs[training]) if device.type == "cpu" else None
+    found = []
+    for label, plan in plans.items():
+        try:
+            found.append(
+                compare(model, plan, inputs, comm, request.num_steps, known, request.training)
+            )
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise ShardwiseError(
+                f"{request.spec!r} runs on one device, but not under {label}: {one_line(error)}"
+            ) from error
     return found if comm.rank == 0 else []
 
 
 def _model(request: Request) -> nn.Module:
-    """The model in float64, with the same random weights wherever it is built."""
+    """The model with the same random weights wherever it is built."""
     torch.manual_seed(0)
-    return load_model(request.spec, **request.options).double()
+    return load_model(request.spec, **request.options).to(DTYPES[request.dtype])
 
 
-def _inputs(shapes: Shapes) -> tuple[torch.Tensor, ...]:
+def _inputs(request: Request, shapes: Shapes) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
-
-
-def summary(results: Sequence[PlanResult]) -> str:
-    """One line about all plans."""
-    plans = f"{_count(len(results), 'plan')} on {_count(results[0].plan.world, 'worker')}"
-    tensors = _count(sum(len(result.comparisons) for result in results), "tensor")
-    error = max(result.error for result in results)
-    failed = sum(not result.passed for result in results)
-    verdict = f"{_count(failed, 'plan')} FAILED" if failed else "equal to one device"
-    limits = f"largest relative error {error:.1e}, limit {TOLERANCE:.0e}"
-    return f"{plans}, {tensors} compared: {verdict} ({limits})"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    drawn = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    return tuple(x.to(DTYPES[request.dtype]) for x in drawn)

@@ -1,0 +1,110 @@
+"""What came of comparing plans with one device, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.plan import Plan
+from shardwise.verify.comparison import FACTOR, Comparison
+
+KINDS = ("output", "loss", "gradient", "statistics", "weight")
+MOST_NAMED = 3  # faults of a plan that are told in words
+
+
+@dataclass(frozen=True)
+class KindResult:
+    """The tensors of one kind: how many were compared, and the worst of them."""
+
+    kind: str
+    num_tensors: int
+    num_undetermined: int
+    worst: Comparison
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.passed
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What came of one plan."""
+
+    label: str
+    plan: Plan
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.comparisons) and all(c.passed for c in self.comparisons)
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of all tensors."""
+        return max((c.error for c in self.comparisons), default=0.0)
+
+    def by_kind(self) -> list[KindResult]:
+        """One entry for each kind of tensor that the model has."""
+        groups = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
+        return [
+            KindResult(
+                kind,
+                len(group),
+                sum(c.undetermined for c in group),
+                max(group, key=lambda c: (c.severity, c.error)),
+            )
+            for kind, group in groups.items()
+            if group
+        ]
+
+
+def summary(results: Sequence[PlanResult]) -> list[str]:
+    """A few sentences about all plans; the last one has the verdict."""
+    comparisons = [c for result in results for c in result.comparisons]
+    faults = dict.fromkeys(f"{c.kind} {c.name}: {c.fault}" for c in comparisons if c.fault)
+    plans = f"{_count(len(results), 'plan')} on {_count(results[0].plan.world, 'worker')}"
+    failed = sum(not result.passed for result in results)
+    verdict = f"{_count(failed, 'plan')} FAILED" if failed else "equal to one device"
+    tensors = f"{_count(len(comparisons), 'tensor')} compared"
+    return [
+        *list(faults)[:MOST_NAMED],
+        *_about_noise(comparisons),
+        f"{plans}, {tensors}: {verdict} ({_worst(comparisons)})",
+    ]
+
+
+def _about_noise(comparisons: Sequence[Comparison]) -> list[str]:
+    noisy = [c for c in comparisons if c.limit > c.tolerance]
+    if not noisy:
+        return []
+    places = sorted({c.origin for c in noisy if c.origin})
+    arises = f"it arises {' and '.join(places)}; " if places else ""
+    lines = [
+        "noise: what one device makes of a change in the last bit of its inputs and weights; "
+        f"{arises}limits are {FACTOR:.0f} times the noise"
+    ]
+    if count := sum(c.undetermined for c in noisy):
+        lines.append(
+            f"open: {_count(count, 'tensor')} of which one device itself keeps no digit, so that "
+            "nothing is proved; more samples (--batch) or larger inputs may help"
+        )
+    return lines
+
+
+def _worst(comparisons: Sequence[Comparison]) -> str:
+    worst = max(comparisons, key=lambda c: (c.severity, c.error))
+    known = f"relative error {worst.error:.1e}, limit {limit_of(worst)}"
+    if any(c.noise is not None for c in comparisons):
+        return f"worst: {worst.kind} {worst.name}, {known}"
+    return f"largest {known}"
+
+
+def limit_of(comparison: Comparison) -> str:
+    """How large the error may be, in words where it is not a number."""
+    if comparison.undetermined:
+        return "none"
+    return f"{comparison.limit:.0e}" if comparison.limit else "exact"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
