@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from outside_cases.case import Case, number
-from outside_cases.observe import Seen, difference, noise_of, nudged, observe
+from outside_cases.judge import Inputs, Noise, measure, wrong
+from outside_cases.observe import Seen, observe
 from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
@@ -36,8 +37,6 @@ UNIFORM: tuple[dict[str, int], ...] = (
 )  # fmt: skip
 WORLDS = (2, 2, 3, 3, 4, 5)  # of random plans
 AS_A_USER = 0.1  # of all plans are run without the graphs that were captured before
-
-Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ def _reference(module: nn.Module, inputs: Inputs, case: Case) -> tuple[Seen, boo
     except (RuntimeError, NotImplementedError):
         backward = False
         seen = _observe(copy.deepcopy(module), inputs, case, False)
-    reason = difference(_observe(copy.deepcopy(module), inputs, case, backward), seen)
+    again = _observe(copy.deepcopy(module), inputs, case, backward)
+    reason = wrong(again, seen, lambda: dict.fromkeys(seen.tensors, 0.0))
     if reason is not None:
         raise RuntimeError(f"torch itself gives different results: {reason}")
     return seen, backward
@@ -126,7 +126,7 @@ class _Trial:
     captured: dict[bool, Captured]
     expected: Seen | Exception
     backward: bool
-    noise: dict[str, float] | None = None
+    noise: Noise | None = None
 
     def verdict(self, seed: int) -> Verdict:
         """The worst of a few plans, as many as there is time for."""
@@ -189,22 +189,17 @@ class _Trial:
     def _difference(self, seen: Seen) -> str | None:
         """What differs from one device by more than a change in the last bits makes there."""
         assert isinstance(self.expected, Seen)
-        reason = difference(seen, self.expected, self.noise)
-        if reason is not None and self.noise is None:
-            self.noise = self._measure_noise(self.expected)
-            reason = difference(seen, self.expected, self.noise)
-        return reason
+        return wrong(seen, self.expected, self._noise)
 
-    def _measure_noise(self, expected: Seen) -> dict[str, float]:
-        changed = []
-        for seed in range(3):
-            module = copy.deepcopy(self.pristine)
-            with torch.no_grad():
-                for tensor in module.parameters():
-                    tensor.copy_(nudged(tensor, seed))
-            inputs = tuple(nudged(x, seed) for x in self.inputs)
-            changed.append(_observe(module, inputs, self.case, self.backward))
-        return noise_of(changed, expected)
+    def _noise(self) -> Noise:
+        """What one device itself makes of changes in the last bits, measured once."""
+        if self.noise is None:
+            assert isinstance(self.expected, Seen)
+            self.noise = measure(self.pristine, self.inputs, self.expected, self._look)
+        return self.noise
+
+    def _look(self, module: nn.Module, inputs: Inputs) -> Seen:
+        return _observe(module, inputs, self.case, self.backward)
 
 
 def _is_split(graph: LayerGraph, plan: Plan) -> bool:

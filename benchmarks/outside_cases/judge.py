@@ -1,0 +1,57 @@
+"""Whether two sights of a model are the same, but for what rounding makes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from outside_cases.observe import Key, Seen
+from shardwise.verify.comparison import Comparison, differences, is_inexact
+from shardwise.verify.noise import LastBit
+
+Inputs = tuple[torch.Tensor, ...]
+Noise = dict[Key, float]
+NUM_DRAWS = 6
+
+
+def wrong(found: Seen, expected: Seen, noise: Callable[[], Noise]) -> str | None:
+    """What differs first, in words; noise is only asked for where something does."""
+    if found.nesting != expected.nesting:
+        return f"the output is {found.nesting} and not {expected.nesting}"
+    for key in found.tensors.keys() ^ expected.tensors.keys():
+        missing = "is missing" if key in expected.tensors else "should not be there"
+        return f"{' '.join(key)} {missing}"
+    failed = [c for c in differences(found.tensors, expected.tensors) if not c.passed]
+    if failed:
+        drawn = noise()
+        failed = [f for f in (c.with_noise(drawn[c.kind, c.name]) for c in failed) if not f.passed]
+    return _told(failed[0], expected) if failed else None
+
+
+def _told(comparison: Comparison, expected: Seen) -> str:
+    name = f"{comparison.kind} {comparison.name}"
+    if comparison.fault:
+        return f"{name}: {comparison.fault}"
+    shape = "x".join(map(str, expected.tensors[comparison.kind, comparison.name].shape))
+    return f"{name} ({shape}): error {comparison.error:.2g}, where {comparison.limit:.2g} may be"
+
+
+def measure(
+    model: nn.Module, inputs: Inputs, expected: Seen, look: Callable[[nn.Module, Inputs], Seen]
+) -> Noise:
+    """How much each tensor changes on one device when last bits of what it is given change."""
+    noise: Noise = dict.fromkeys(expected.tensors, 0.0)
+    for draw in range(NUM_DRAWS):
+        last_bit, twin = LastBit(draw), copy.deepcopy(model)
+        with torch.no_grad():
+            moved = tuple(last_bit.changed(x) if is_inexact(x) else x for x in inputs)
+            for param in filter(is_inexact, twin.parameters()):
+                param.copy_(last_bit.changed(param))
+        with last_bit:
+            seen = look(twin, moved)
+        for c in differences(seen.tensors, expected.tensors):
+            noise[c.kind, c.name] = max(noise.get((c.kind, c.name), 0.0), c.error)
+    return noise
