@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.parallel import ParallelModel
+from shardwise.parallel import ParallelModel, of
 
 Key = tuple[str, str]  # kind and name
 
@@ -94,7 +94,7 @@ def _gradients(
     model: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(model, ParallelModel):
-        yield from model.full_gradients().items()
+        yield from of(model).full_gradients().items()
     else:
         yield from ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
     yield from ((f"input {i}", x.grad) for i, x in enumerate(inputs) if x.grad is not None)
@@ -102,7 +102,7 @@ def _gradients(
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, ParallelModel):
-        return model.full_tensors()
+        return of(model).full_tensors()
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
