@@ -165,3 +165,31 @@ def test_shapes_that_do_not_fit_are_one_sentence_and_nothing_is_logged(
     with pytest.raises(CaptureError, match="cannot be captured for input 2x5"):
         capture(nn.Linear(4, 3), torch.zeros(2, 5))
     assert capfd.readouterr() == ("", "")
+
+
+def test_capturing_leaves_the_attributes_of_a_model_as_they_were() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+            self.inner = nn.Linear(3, 3)
+            self.inner.shared = self.seen  # type: ignore[assignment]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.clear()
+            self.seen.append(self.inner(x))
+            return self.inner.shared[0] * 2  # type: ignore[index]
+
+    net = Net()
+    capture(net, torch.zeros(2, 3))
+    assert net.inner.shared is net.seen and net.seen == []
+    assert net.inner.weight.requires_grad
+
+
+def test_a_model_of_any_number_of_inputs_is_captured() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, *others], 1)
+
+    graph = capture(Net(), torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 1))
+    assert graph.batch_is_free and graph["cat"].shape == (4, 6)

@@ -302,7 +302,7 @@ class Builder:
         mode = {"module": self._path(node), "always": always}
         if request.op == "batch_norm":
             return mode | {"always": always or args["running_mean"] is None}
-        return mode | {"order": self._memory_order(request.tensors[0].meta["val"])}
+        return mode | {"order": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
 
     def _operand(self, value: Any) -> Operand | None:
         if value is None or isinstance(value, Operand):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ class Captured:
         if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
             raise CaptureError("the example input must be tensors whose first dimension is samples")
         self.training = training
+        model = _twin(model)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
         with _mode(model, training):
@@ -89,6 +91,15 @@ class Captured:
         if batch not in self._graphs:
             self._graphs[batch] = Builder(self, batch).build()
         return self._graphs[batch]
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy with the same tensors: torch.export replaces attributes of what it is given."""
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception:  # attributes that cannot be copied are mostly left alone, too
+        return model
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
