@@ -51,6 +51,7 @@ EXECUTE = {
     "exchange",
     "runtime",
     "state",
+    "model_graphs",
     "stored",
     "parallel",
     "agreement",

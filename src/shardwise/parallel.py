@@ -17,9 +17,10 @@ from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.handle import Handle
+from shardwise.model_graphs import Graphs, ModelGraphs
 from shardwise.passes import run
 from shardwise.plan import Plan
-from shardwise.state import Graphs, ModelGraphs, State
+from shardwise.state import State
 from shardwise.stored import copy_structure, guard_blocks, split_tensors, whole_tensors
 
 
@@ -56,7 +57,7 @@ def parallelize(
             f"{plan.world}, or make a plan for {comm.size}"
         )
     with together(comm):
-        graphs = graphs or ModelGraphs(model, plan.inputs)
+        graphs = graphs or ModelGraphs(model, plan.inputs, plan.input_dtypes)
         state = State(plan, output, comm, graphs, gradients or Engine(), precision)
         return _wrap(model, state)
 

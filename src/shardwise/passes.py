@@ -65,8 +65,13 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
         raise ShardwiseError(
             f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
         )
+    if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
+        raise ShardwiseError(
+            "torch.autocast does not reach into a parallel model; leave it out, and give "
+            "parallelize precision='bf16' instead"
+        )
     samples = _num_samples(inputs, batch)
-    graph = state.graph(state.training, samples)
+    graph = state.graph_for(inputs, samples)
     _check_inputs(state, graph, inputs, whole=batch is None)
     for name in graph.outputs:
         if samples == 0 and prod(graph[name].shape):

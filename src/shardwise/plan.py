@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config import AXES, Config
@@ -20,6 +21,7 @@ from shardwise.graph import Layer, LayerGraph
 from shardwise.strategies import strategy_of
 
 FORMAT = "shardwise-plan-1"
+FLOAT = "float"  # an input of the same type as the parameters
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Plan:
     inputs: tuple[tuple[int, ...], ...]  # the shapes the model was captured for
     signature: str  # of the graph the plan was made for
     whole: tuple[str, ...] = field(default=())  # layers with no strategy: one worker computes them
+    dtypes: tuple[str, ...] = field(default=())  # of inputs: "float" is that of the parameters
     findings: Any = field(default=None, repr=False, compare=False)  # costs, where it was planned
 
     # -- making plans --------------------------------------------------------------------------
@@ -50,6 +53,7 @@ class Plan:
             inputs=tuple(graph[name].shape for name in graph.inputs),
             signature=graph.signature,
             whole=tuple(layer.name for layer in graph.layers if layer.op == "opaque"),
+            dtypes=tuple(_dtype_name(graph[name].dtype) for name in graph.inputs),
         )
         plan.check(graph)
         return plan
@@ -116,6 +120,11 @@ class Plan:
             config = fit(layer, config, graph.batch)
         return config
 
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Of every input; None where it is that of the parameters."""
+        return tuple(None if name == FLOAT else getattr(torch, name) for name in self.dtypes)
+
     def explain(self, layer: str) -> Any:
         """The alternatives for one layer with their costs, best first."""
         if self.findings is None:
@@ -145,6 +154,8 @@ class Plan:
             "signature": self.signature,
             "whole": list(self.whole),
         }
+        if any(name != FLOAT for name in self.dtypes):
+            head["dtypes"] = list(self.dtypes)
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in layers.items()]
         body = ",\n".join(rows)
@@ -166,7 +177,10 @@ class Plan:
             except ValueError as error:
                 raise PlanError(f"{where}: layer {name!r}: {error}") from None
         inputs = tuple(tuple(shape) for shape in data.inputs)
-        return cls(data.world, layers, inputs, data.signature, tuple(data.whole))
+        dtypes = tuple(data.dtypes) or (FLOAT,) * len(inputs)
+        if len(dtypes) != len(inputs):
+            raise PlanError(f"{where}: dtypes names {len(dtypes)} of {len(inputs)} inputs")
+        return cls(data.world, layers, inputs, data.signature, tuple(data.whole), dtypes)
 
     def save(self, path: str | Path) -> None:
         try:
@@ -212,6 +226,11 @@ class _PlanFile(BaseModel):
     inputs: list[list[int]]
     signature: str
     whole: list[str] = []
+    dtypes: list[
+        Literal[
+            "float", "bool", "int8", "int16", "int32", "int64", "uint8", "complex64", "complex128"
+        ]
+    ] = []
     layers: dict[str, _Entry]
 
 
@@ -244,6 +263,10 @@ def _config(degrees: Mapping[str, int]) -> Config:
         if axis not in AXES:
             raise PlanError(f"there is no axis {axis!r} to split; the axes are {', '.join(AXES)}")
     return Config(**dict(degrees))  # type: ignore[arg-type]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return FLOAT if dtype.is_floating_point else str(dtype).removeprefix("torch.")
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -178,10 +178,11 @@ class Runtime:
             tensors = [_as_real(tensor, dtype) for tensor in tensors]
         y = op.strategy.run(self.bound.share(op, self.device), tensors)
         y = self._lowered(y if y.ndim else y.reshape(1))
-        if y.shape != op.local.output.shape:
+        if y.shape != op.local.output.shape or y.dtype != self._dtype(op.result):
             raise ShardwiseError(
-                f"layer {layer.name!r} ({layer.op}) made {tuple(y.shape)} where "
-                f"{op.local.output.shape} was expected"
+                f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "
+                f"{_kind(op.local.output.shape, self._dtype(op.result))} was expected; the model "
+                "was captured for inputs or parameters of other types"
             )
         return y
 
@@ -316,6 +317,10 @@ class _Flow:
 def _as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Of this dtype, unless it holds whole numbers."""
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
 
 
 def _leaf(x: torch.Tensor, needs_gradient: bool) -> torch.Tensor:

@@ -12,44 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
 from shardwise.gradients import Buffers, Choice, Chunks, GradientSums, Late
 from shardwise.graph import LayerGraph
 from shardwise.layout import Layout
+from shardwise.model_graphs import Graphs, Kinds, ModelGraphs
 from shardwise.plan import Plan
 from shardwise.program import Program, check_held, compile_program, param_layouts
 from shardwise.runtime import Bound, Tensors, Watch
-from shardwise.stored import assign, copy_structure, named_tensors, weightless
-
-Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
 PRECISIONS = {None: None, "bf16": torch.bfloat16}
-
-
-class ModelGraphs:
-    """Captures a model in each mode when it is first needed, without keeping its weights."""
-
-    def __init__(self, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
-        like = next(model.parameters(), torch.empty(0))
-        self._inputs = tuple(
-            torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes
-        )
-        self._model = copy_structure(model)
-        twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
-        for name, tensor in list(named_tensors(self._model)):
-            if id(tensor) not in twins:
-                twins[id(tensor)] = weightless(tensor)
-            assign(self._model, name, twins[id(tensor)])
-        self._captured: dict[bool, Captured] = {}
-
-    def __call__(self, training: bool, batch: int) -> LayerGraph:
-        if training not in self._captured:
-            self._captured[training] = Captured(self._model, self._inputs, training)
-        return self._captured[training].graph(batch)
 
 
 class State:
@@ -128,13 +103,19 @@ class State:
             if other != first:
                 raise ShardwiseError(f"rank {rank} {otherwise}")
 
+    def graph_for(self, inputs: tuple[torch.Tensor, ...], samples: int) -> LayerGraph:
+        """The graph of the next pass: its layers' types depend on what the model is given."""
+        if not isinstance(self.graph, ModelGraphs):
+            return self.graph(self.training, samples)
+        return self.graph.typed(self.training, samples, Kinds.of(inputs, self.params()))
+
     # -- programs ------------------------------------------------------------------------------
 
     def bound(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
     ) -> Bound:
         """The program for this graph; those that were used last are kept."""
-        key = (graph.training, graph.batch, trainable, whole, gradient)
+        key = (graph, trainable, whole, gradient)
         bound = self._bound.pop(key, None) or self._bind(graph, trainable, whole, gradient)
         self._bound[key] = bound
         while len(self._bound) > MOST_PROGRAMS:

@@ -16,12 +16,12 @@ from shardwise.data import Batch, Loader, Source
 from shardwise.data.opening import check_alike
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
+from shardwise.model_graphs import ModelGraphs
 from shardwise.parallel import ParallelModel, of, parallelize
 from shardwise.plan import Plan
 from shardwise.planning import examine
 from shardwise.questions import parse_engine
 from shardwise.report import write_report
-from shardwise.state import ModelGraphs
 
 from .bf16 import check_bf16
 from .folder import CHECKPOINTS, RunFolder, choose_folder, resumes

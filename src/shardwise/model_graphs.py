@@ -1,0 +1,92 @@
+"""The layer graphs of a model, captured when they are first needed for inputs of such types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.capture import Captured
+from shardwise.graph import LayerGraph
+from shardwise.stored import assign, copy_structure, named_tensors, weightless
+
+Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
+
+MOST_CAPTURED = 4  # that are kept: modes, and types of inputs and parameters
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """On what the types of a model's values depend: what it is given, and what it holds."""
+
+    inputs: tuple[torch.dtype, ...]
+    stored: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, inputs: tuple[torch.Tensor, ...], stored: Mapping[str, torch.Tensor]) -> Kinds:
+        """Those of a pass that is about to begin."""
+        return cls(tuple(x.dtype for x in inputs), tuple(x.dtype for x in stored.values()))
+
+
+class ModelGraphs:
+    """Captures a model in each mode when it is first needed, without keeping its weights.
+
+    What it is given and holds may change its types later: then it is captured again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[torch.dtype | None, ...] = (),
+    ) -> None:
+        like = next(model.parameters(), torch.empty(0))
+        types = [dtype or like.dtype for dtype in (*dtypes, *[None] * len(shapes))]
+        self._inputs = tuple(
+            torch.empty(shape, dtype=dtype, device=like.device)
+            for shape, dtype in zip(shapes, types, strict=False)
+        )
+        self._model = copy_structure(model)
+        twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
+        for name, tensor in list(named_tensors(self._model)):
+            if id(tensor) not in twins:
+                twins[id(tensor)] = weightless(tensor)
+            assign(self._model, name, twins[id(tensor)])
+        self._captured: dict[tuple[bool, Kinds], Captured] = {}  # the last used is last
+
+    def __call__(self, training: bool, batch: int) -> LayerGraph:
+        """The graph for inputs and parameters as they were last."""
+        kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
+        return self._of(training, kinds).graph(batch)
+
+    def typed(self, training: bool, batch: int, kinds: Kinds) -> LayerGraph:
+        """The graph where inputs and parameters are of these types."""
+        self._inputs = tuple(
+            x.to(dtype) for x, dtype in zip(self._inputs, kinds.inputs, strict=True)
+        )
+        named = self._model.named_parameters()
+        for (name, param), dtype in zip(list(named), kinds.stored, strict=True):
+            if param.dtype != dtype:
+                self._retype(name, param, dtype)
+        return self._of(training, kinds).graph(batch)
+
+    def _retype(self, name: str, param: torch.Tensor, dtype: torch.dtype) -> None:
+        """A parameter, and buffers of what was its type, change theirs as `Module.to` does it."""
+        twin = weightless(param.detach().to(dtype))
+        for other, tensor in list(named_tensors(self._model)):
+            if tensor is param:
+                assign(self._model, other, nn.Parameter(twin, param.requires_grad))
+            elif not isinstance(tensor, nn.Parameter) and tensor.dtype == param.dtype:
+                assign(self._model, other, tensor.to(dtype))
+
+    def _of(self, training: bool, kinds: Kinds) -> Captured:
+        key = training, kinds
+        captured = self._captured.pop(key, None)
+        if captured is None:
+            captured = Captured(self._model, self._inputs, training)
+        self._captured[key] = captured
+        while len(self._captured) > MOST_CAPTURED:
+            del self._captured[next(iter(self._captured))]
+        return captured
