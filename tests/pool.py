@@ -25,19 +25,24 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     from shardwise.comm.groups import drop_groups, num_groups
+    from shardwise.comm.present import present
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT / 2)
     )
-    connection.send(("ready", None))
+    connection.send(("ready", None, False))
     while (job := connection.recv()) is not None:
         function, args = job
+        alarm = present().alarm  # a failure ends the whole world
         try:
-            connection.send(("result", function(*args)))
+            connection.send(("result", function(*args), bool(alarm.sentence)))
         except BaseException:
-            connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+            error = f"rank {rank}:\n{traceback.format_exc()}"
+            connection.send(("error", error, bool(alarm.sentence)))
+        if alarm.sentence:
+            break
         if num_groups() > MOST_GROUPS:
             dist.barrier()  # nothing is under way any more
             drop_groups()
@@ -80,7 +85,8 @@ class WorkerPool:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
                 try:
-                    kind, results[rank] = connection.recv()
+                    kind, results[rank], spoiled = connection.recv()
+                    self.broken |= spoiled
                 except EOFError:
                     self._processes[rank].join(GRACE)
                     code = self._processes[rank].exitcode
@@ -91,8 +97,9 @@ class WorkerPool:
                 self.stop()  # ranks may wait for ever for those that failed
                 silent = f"ranks {sorted(waiting.values())} do not answer"
                 raise AssertionError("\n".join([*errors.values(), silent]))
-        if errors:
+        if errors or self.broken:
             self.stop()
+        if errors:
             raise AssertionError("\n".join(errors.values()))
         return [results[rank] for rank in range(len(results))]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import torch
 from pool import shared_pool
 from shardwise import LostPeer, run_local
 from shardwise.comm import About, Communicator, connecting
-from shardwise.comm.wires import wires
+from shardwise.comm.present import present
+from shardwise.errors import ShardwiseError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -42,7 +43,7 @@ def _exchanged(sizes: list[int], dtype: torch.dtype) -> tuple[bool, int]:
         works.wait()
         for rank, x in receives:
             right &= torch.equal(x, _drawn(rank, comm.rank, number, x.numel(), dtype))
-    return right, len(wires().known)
+    return right, len(present().wires.known)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +99,7 @@ def _lose(how: str) -> str:
     comm.prepare([(0, 1)])
     if comm.rank == 1:
         if how == "closed":
-            wires().close()
+            present().wires.close()
         time.sleep(2.5)
         return ""
     with pytest.raises(LostPeer) as caught:
@@ -113,6 +114,130 @@ def test_a_peer_that_is_lost_is_named(how: str, why: str) -> None:
     assert why in sentence
 
 
+# -- ranks that do not do the same thing -----------------------------------------------------------
+
+LARGE = 1 << 19  # numbers that gloo carries
+
+
+def _raised(communicate: Callable[[], object]) -> str:
+    with pytest.raises(ShardwiseError) as caught:
+        communicate()
+    return str(caught.value)
+
+
+def _message(
+    sent: tuple[int, torch.dtype, str], awaited: tuple[int, torch.dtype, str], reach: bool
+) -> str:
+    """Rank 0 sends one thing, rank 1 awaits another, rank 2 awaits what will never come."""
+    if not reach:
+        connecting._offer = lambda listener: None
+    comm = Communicator(timeout=20.0 if reach else 1.5)
+    comm.prepare([])
+    tensors = [torch.ones(numel, dtype=dtype) for numel, dtype, _ in (sent, awaited)]
+    sends = {0: [(1, tensors[0])]}.get(comm.rank, [])
+    receives = [[(1, torch.ones(3))], [(0, tensors[1])], [(1, torch.ones(3))]][comm.rank]
+    about = About((sent if comm.rank == 0 else awaited)[2])
+    return _raised(lambda: comm.exchange(sends, receives, about).wait())
+
+
+F32, BOOL = torch.float32, torch.bool
+DIFFERENT = {
+    "type and purpose": ((256, BOOL, "mul>0"), (256, F32, "conv1 to all")),
+    "purpose": ((8, F32, "mul>0"), (8, F32, "conv1>0")),
+    "size": ((4, F32, "mul>0"), (8, F32, "mul>0")),
+    "large, more": ((2 * LARGE, F32, "mul>0"), (LARGE, F32, "mul>0")),
+    "large, fewer": ((LARGE, F32, "mul>0"), (2 * LARGE, F32, "mul>0")),
+    "large, purpose": ((LARGE, F32, "mul>0"), (LARGE, F32, "conv1>0")),
+    "large for small": ((LARGE, F32, "mul>0"), (4, F32, "mul>0")),
+    "small for large": ((4, F32, "mul>0"), (LARGE, F32, "mul>0")),
+}
+
+
+def _described(numel: int, dtype: torch.dtype, name: str) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return f"{numel * dtype.itemsize:,} bytes of {kind} for '{name}' (exchange)"
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_message_that_is_not_the_awaited_one_ends_all_ranks_with_one_sentence(case: str) -> None:
+    sent, awaited = DIFFERENT[case]
+    start = time.monotonic()
+    for sentence in run_local(_message, 3, sent, awaited, True):
+        assert sentence == (
+            f"rank 0 sent {_described(*sent)} where rank 1 awaits {_described(*awaited)}; "
+            "the ranks do not do the same thing"
+        )
+    assert time.monotonic() - start < 15  # the timeout is more
+
+
+@pytest.mark.parametrize("case", ["large, more", "large, fewer", "purpose"])
+def test_messages_that_differ_never_meet_where_ranks_are_not_connected(case: str) -> None:
+    for sentence in run_local(_message, 3, *DIFFERENT[case], False):
+        assert "waited in vain" in sentence
+
+
+def _sum(lane: str, algorithm: Any, reach: bool) -> str:
+    if not reach:
+        connecting._offer = lambda listener: None
+    comm = Communicator(timeout=20.0)
+    comm = comm.in_lane(lane) if lane else comm
+    comm.prepare([(0, 1)])
+    x, about = torch.ones(30_000), About(f"layer {comm.rank}", "gradients" if lane else "transfer")
+    return _raised(lambda: comm.all_reduce((0, 1), x, about, algorithm).wait())
+
+
+@pytest.mark.parametrize(
+    ("lane", "algorithm", "reach"),
+    [
+        ("", "backend", True),
+        ("", "direct", True),
+        ("sums", "backend", True),
+        ("sums", "direct", True),
+        ("sums", "ring", True),
+        ("", "backend", False),
+        ("sums", "backend", False),
+    ],
+)
+def test_sums_of_different_things_are_refused(lane: str, algorithm: str, reach: bool) -> None:
+    for sentence in run_local(_sum, 2, lane, algorithm, reach):
+        assert "120,000 bytes of float32 for 'layer 0' (sum)" in sentence
+        assert "120,000 bytes of float32 for 'layer 1' (sum)" in sentence
+
+
+def _apart() -> str:
+    comm = Communicator(timeout=20.0)
+    comm.prepare([])
+    parts, x = [torch.ones(3), torch.ones(3)], torch.ones(3)
+    if comm.rank == 0:
+        with comm.doing("state_dict"):
+            about = About("conv1.weight")
+            return _raised(lambda: comm.all_gather((0, 1), parts, x, about).wait())
+    with comm.doing("the forward pass"):
+        return _raised(lambda: comm.exchange([], [(0, x)], About("conv1>0")).wait())
+
+
+def test_ranks_that_are_at_different_things_are_told_at_which() -> None:
+    for sentence in run_local(_apart, 2):
+        assert sentence == (
+            "rank 0 sent 12 bytes of float32 for 'conv1.weight' (gather in state_dict) where rank "
+            "1 awaits 12 bytes of float32 for 'conv1>0' (exchange in the forward pass); the ranks "
+            "do not do the same thing"
+        )
+
+
+def _groups() -> str:
+    comm = Communicator(timeout=20.0)
+    return _raised(lambda: comm.prepare([(0, 1), (1, 2)] if comm.rank else [(0, 1)]))
+
+
+def test_ranks_that_prepare_different_groups_are_told_so() -> None:
+    for sentence in run_local(_groups, 3):
+        assert "makes groups of ranks" in sentence
+
+
+# -- who may connect -------------------------------------------------------------------------------
+
+
 @contextmanager
 def _called(greeting: bytes) -> Iterator[socket.socket]:
     """The end of a connection whose other end has said this and hung up."""
@@ -125,11 +250,11 @@ def _called(greeting: bytes) -> Iterator[socket.socket]:
 
 def test_strangers_are_not_let_in() -> None:
     token = bytes(range(16))
-    for greeting, rank in (
-        (token + struct.pack("!I", 7), 7),
-        (bytes(16) + struct.pack("!I", 7), None),
+    for greeting, line in (
+        (token + connecting.WHO.pack(7, 1), (7, 1)),
+        (bytes(16) + connecting.WHO.pack(7, 1), None),
         (token, None),
         (b"", None),
     ):
         with _called(greeting) as caller:
-            assert connecting._greeting(caller, token, time.monotonic() + 5) == rank
+            assert connecting._greeting(caller, token, time.monotonic() + 5) == line

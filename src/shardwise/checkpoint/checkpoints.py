@@ -17,8 +17,8 @@ from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import Writer
-from shardwise.comm import About, Communicator, LostPeer
-from shardwise.comm.communicator import complaint
+from shardwise.comm import About, Communicator
+from shardwise.comm.pending import failure
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ParallelModel, of
 
@@ -143,7 +143,7 @@ class Checkpoints:
             raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
         except RuntimeError as error:
             peers = range(self.comm.size)
-            raise LostPeer(complaint(self.comm, "exchange", peers, About(what), error)) from None
+            raise failure(self.comm, "exchange", peers, About(what), error) from None
 
     def _agree(self, find: Callable[[], T], alike: bool = True) -> T:
         """What rank 0 finds, or with alike=False each rank itself; one's error is raised on all."""

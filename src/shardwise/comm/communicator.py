@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.cluster import Cluster
-from shardwise.comm.connecting import connect
-from shardwise.comm.groups import group_of, known_group
+from shardwise.comm.alarm import LostPeer
+from shardwise.comm.carrying import (
+    HOST_ONLY,
+    announce,
+    compare,
+    receive,
+    send,
+    swap,
+    tag_for,
+    wired,
+)
+from shardwise.comm.connecting import ALARM, USES, connect
+from shardwise.comm.groups import Members, group_of, known_group
+from shardwise.comm.headers import Mismatch
+from shardwise.comm.numbers import added, check_summed, known_to_backends
+from shardwise.comm.pending import ANYTHING, About, Carried, Flight, Pending
+from shardwise.comm.present import present
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
-from shardwise.comm.wires import LARGEST, Lost, wires
+from shardwise.comm.wires import Lost
 from shardwise.errors import ShardwiseError
 from shardwise.winners import Algorithm, Winner, fastest
 
+__all__ = ["ANYTHING", "About", "Communicator", "LostPeer", "Messages", "Pending", "Sums"]
+
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
-HOST_ONLY = ("gloo", "mpi4py")  # backends that move memory of the host only
 FEW = 8  # ranks that exchange messages directly
 SMALL = 64 << 10  # bytes of a sum that is sent whole to every rank
-
-
-@dataclass(frozen=True)
-class About:
-    """What a communication is for: in traces, and in the message when it fails."""
-
-    name: str = "a tensor"
-    kind: str = "transfer"  # or statistics, gradients
-
-
-ANYTHING = About()
+TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
+AGREEMENT = About("what all ranks must agree on")
 
 
 @dataclass(frozen=True)
@@ -58,141 +65,102 @@ class Sums:
         return fastest(self.winners, len(ranks), len(self.of(ranks)), nbytes)
 
 
-class LostPeer(ShardwiseError):
-    """A rank that died, or was cut off, while another waited for it."""
-
-
-class Pending:
-    """Messages under way; `wait` returns when all buffers may be read and written."""
-
-    def __init__(
-        self,
-        works: list[Any],
-        finish: Callable[[], None] | None = None,
-        flight: Flight | None = None,
-    ) -> None:
-        self._works, self._finish, self._flight = works, finish, flight
-        if flight is not None and works:
-            flight.watch(works)
-
-    def wait(self) -> None:
-        if self._works and self._flight is not None:
-            self._flight.wait(self._works)
-        if self._finish is not None:
-            self._finish()
-        self._works, self._finish = [], None
-
-
-class Flight:
-    """One communication: who waits for whom, for what, and how long."""
-
-    def __init__(self, comm: Communicator, action: str, peers: Iterable[int], about: About) -> None:
-        self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
-        self._begin = self._landed = comm.timeline.now() if comm.timeline.on else 0.0
-
-    @contextmanager
-    def starting(self, peers: Iterable[int] | None = None) -> Iterator[None]:
-        """Within, messages are started; that fails where a peer is known to be dead."""
-        try:
-            yield
-        except RuntimeError as error:
-            peers = self.comm.lost_by(error) or (self.peers if peers is None else peers)
-            raise LostPeer(complaint(self.comm, self.action, peers, self.about, error)) from None
-
-    def watch(self, works: list[Any]) -> None:
-        """Notes when the last message has arrived, whether or not anybody waits for it yet."""
-        if self.comm.timeline.on:
-            for work in works:
-                future = getattr(work, "get_future", None)
-                if future is not None:
-                    with suppress(RuntimeError):  # not every kind of work has one
-                        future().add_done_callback(self._note)
-
-    def _note(self, _: Any) -> None:
-        self._landed = max(self._landed, self.comm.timeline.now())
-
-    def wait(self, works: list[Any]) -> None:
-        timeline = self.comm.timeline
-        before = timeline.switch()
-        start = timeline.now()
-        for number, work in enumerate(works):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                apart = len(works) == len(self.peers)  # a message each, or one work for all?
-                peers = self.peers[number : number + 1] if apart else self.peers
-                peers = getattr(error, "peers", peers)  # whom our own thread waited for
-                peers = self.comm.lost_by(error) or peers
-                raise LostPeer(
-                    complaint(self.comm, self.action, peers, self.about, error)
-                ) from None
-        if timeline.on:
-            end = timeline.now()
-            landed = self._landed if self._landed > self._begin else end
-            lane = "gradients" if self.about.kind == "gradients" else "transfers"
-            timeline.add(
-                self.about.name, self.about.kind, lane, self._begin, min(landed, end), end - start
-            )
-            timeline.switch(*before)
-
-
-def complaint(
-    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
-) -> str:
-    """One sentence about a communication that failed: who waited for whom, and in what."""
-    others = [str(comm.name_of(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
-    whom = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else "the connection was lost"
-    return (
-        f"rank {comm.name_of(comm.rank)} waited in vain for {whom} in the {action} of "
-        f"{about.name}: {reason}"
-    )
-
-
 class Communicator:
     """Asynchronous messages and collectives among the ranks of a process group.
 
     Ranks are numbered inside the group. Without torch.distributed there is one rank, which has
     nobody to talk to. Another lane has process groups of its own, so that what moves there does not
-    wait for what moves elsewhere.
+    wait for what moves elsewhere. Every message is compared with what its receiver awaits; NCCL's
+    are not.
     """
 
     def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
-        self.timeout, self.lane, self.group = timeout, lane, group
+        self.lane, self.group = lane, group
         self.timeline = Timeline()
         self.sums: Sums | None = None
         if not (dist.is_available() and dist.is_initialized()):
             self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
+            self.timeout = TIMEOUT if timeout is None else timeout
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._global = tuple(dist.get_process_group_ranks(group))
         self._backend = dist.get_backend(group)
-        if timeout is None:  # groups of lanes wait as long as the group that they belong to
-            self.timeout = _timeout_of(group or dist.group.WORLD)
+        # Groups of lanes wait as long as the group that they belong to.
+        self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
+        if group is not None and group not in present().groups:
+            present().groups.append(group)
+
+    @property
+    def backend(self) -> str:
+        """What torch moves tensors with."""
+        return self._backend
 
     def name_of(self, rank: int) -> int:
         """The number of a rank of this group among all processes."""
         return self._global[rank]
 
+    def members(self, ranks: tuple[int, ...]) -> Members:
+        """The numbers of several ranks among all processes."""
+        return tuple(self._global[rank] for rank in ranks)
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Ends what all other ranks wait for, now and later, with this rank's reason."""
+        self.fail(f"rank {self.name_of(self.rank)} failed: {reason}")
+
+    def fail(self, sentence: str) -> None:
+        """Tells all ranks that nothing can be sent any more; only the first sentence counts."""
+        if self.size > 1:
+            present().alarm.sound(sentence)
+
+    def check(self) -> None:
+        """Raises what ended this world, if something has: nobody knows what is under way."""
+        if self.size > 1:
+            present().alarm.check()
+
+    def heard(self, seconds: float) -> str:
+        """The sentence of another rank's failure, if it becomes known in this time."""
+        return present().alarm.heard(seconds)
+
+    def lost_by(self, error: Exception) -> tuple[int, ...]:
+        """The rank at the other end of a connection of our own that was lost, if it was that."""
+        member = error.member if isinstance(error, Lost) else None
+        return (self._global.index(member),) if member in self._global else ()
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Within, messages say that they belong to this: "the forward pass", say."""
+        now = present()
+        before, now.phase = now.phase, phase
+        try:
+            yield
+        finally:
+            now.phase = before
+
+    # -- messages ------------------------------------------------------------------------------
+
     def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:
         """Sends every tensor to its peer and fills every buffer from its peer."""
-        return self._exchange(sends, receives, about, "exchange")
+        return self._exchange(sends, receives, about, "exchange", tuple(range(self.size)))
 
-    def _exchange(self, sends: Messages, receives: Messages, about: About, action: str) -> Pending:
+    def _exchange(
+        self, sends: Messages, receives: Messages, about: About, action: str, ranks: tuple[int, ...]
+    ) -> Pending:
+        """Messages among some ranks: in a lane over these ranks' own process group."""
+        group = self._subgroup(ranks) if self.lane else self.group
         sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
         peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
         flight = Flight(self, action, peers, about)
-        if self._backend == "nccl":
+        if self.backend == "nccl":
             steps = [(dist.irecv, *message) for message in staged]
             steps += [(dist.isend, *message) for message in sends]
-            operations = [dist.P2POp(do, t, self._global[p], self.group) for do, p, t in steps]
+            operations = [dist.P2POp(do, t, self._global[p], group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            into, out = (wires().receive, dist.irecv), (wires().send, dist.isend)
-            works = [self._start(into, *message, flight) for message in staged]
-            works += [self._start(out, *message, flight) for message in sends]
+            works = [receive(flight, peer, buffer, group) for peer, buffer in staged]
+            works += [send(flight, peer, tensor, group) for peer, tensor in sends]
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -202,24 +170,7 @@ class Communicator:
 
         return Pending(works, finish, flight)
 
-    def _start(self, ways: tuple[Any, Any], peer: int, tensor: torch.Tensor, flight: Flight) -> Any:
-        """Starts a message our own way where that carries it, else torch's."""
-        own, other = ways
-        with flight.starting((peer,)):
-            if self._wired((self.rank, peer), tensor, flight.about):
-                return own(self._global[peer], tensor, self.timeout)
-            return other(tensor, self._global[peer], self.group)
-
-    def _wired(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> bool:
-        """Whether such messages go over our own connections; the same on all of these ranks."""
-        if self.lane or about.kind == "gradients" or self._backend != "gloo":
-            return False
-        return x.numel() * x.element_size() <= LARGEST and wires().connected(self._members(ranks))
-
-    def lost_by(self, error: Exception) -> tuple[int, ...]:
-        """The rank at the other end of a connection of our own that was lost, if it was that."""
-        member = error.member if isinstance(error, Lost) else None
-        return (self._global.index(member),) if member in self._global else ()
+    # -- collectives ---------------------------------------------------------------------------
 
     def all_gather(
         self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
@@ -228,26 +179,34 @@ class Communicator:
         if self._directly(ranks):
             parts[ranks.index(self.rank)].copy_(x)
             others = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-            return self._exchange([(rank, x) for rank, _ in others], others, about, "gather")
-        staged = [self._stage(part, empty=True) for part in parts]
-        x = self._stage(x)
+            sends = [(rank, x) for rank, _ in others]
+            return self._exchange(sends, others, about, "gather", ranks)
+        staged, x = [self._stage(part, empty=True) for part in parts], self._stage(x)
+        group = self._subgroup(ranks)
         flight = Flight(self, "gather", ranks, about)
         with flight.starting():
-            work = dist.all_gather(staged, x, self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back(parts, staged, x), flight)
+            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), parts)
+            raw = [self._raw(part) for part in staged]
+            work = dist.all_gather(raw, self._raw(x), group, async_op=True)
+        return self._carried(notes, work, lambda: _copy_back(parts, staged, x), flight)
 
     def reduce_scatter(
         self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
     ) -> Pending:
         """Fills y with the sum over the group of this rank's part."""
+        check_summed(y, about.name)
+        if y.is_complex():
+            halves = [torch.view_as_real(part.resolve_conj()) for part in parts]
+            return self.reduce_scatter(ranks, torch.view_as_real(y), halves, about)
         if self._directly(ranks):
             return self._sum_directly(ranks, y, parts, about)
-        staged = self._stage(y, empty=True)
-        parts = [self._stage(part) for part in parts]
+        staged, group = self._stage(known_to_backends(y), empty=True), self._subgroup(ranks)
+        parts = [self._stage(known_to_backends(part)) for part in parts]
         flight = Flight(self, "sum of parts", ranks, about)
         with flight.starting():
-            work = dist.reduce_scatter(staged, parts, group=self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back([y], [staged], parts), flight)
+            notes = announce(flight, ranks, group, y.dtype, parts, [staged] * len(ranks))
+            work = dist.reduce_scatter(staged, parts, group=group, async_op=True)
+        return self._carried(notes, work, lambda: _copy_back([y], [staged], parts), flight)
 
     def all_to_all(
         self,
@@ -257,18 +216,20 @@ class Communicator:
         about: About = ANYTHING,
     ) -> Pending:
         """Sends one tensor to each rank of the group and receives one from each."""
+        group = self._subgroup(ranks)
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
         arrived = torch.empty(
             sum(t.numel() for t in receives), dtype=outgoing.dtype, device=outgoing.device
         )
         flight = Flight(self, "exchange", ranks, about)
         with flight.starting():
+            notes = announce(flight, ranks, group, outgoing.dtype, sends, receives)
             work = dist.all_to_all_single(
-                arrived,
-                outgoing,
-                [t.numel() for t in receives],
-                [t.numel() for t in sends],
-                group=self._subgroup(ranks),
+                self._raw(arrived),
+                self._raw(outgoing),
+                [self._raw_numel(t) for t in receives],
+                [self._raw_numel(t) for t in sends],
+                group=group,
                 async_op=True,
             )
 
@@ -278,7 +239,7 @@ class Communicator:
                 buffer.copy_(part.view(buffer.shape))
             _ = outgoing
 
-        return Pending([work], finish, flight)
+        return self._carried(notes, work, finish, flight)
 
     def all_reduce(
         self,
@@ -291,22 +252,40 @@ class Communicator:
 
         Schedules need a lane, where no other messages are, and messages that need no pairing.
         """
+        check_summed(x, about.name)
         if len(ranks) == 1:
             return Pending([])
+        if x.is_complex():
+            return self._sum_halves(ranks, x, about, algorithm)
         algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
-        if algorithm == "direct" and self._wired(ranks, x, about):
-            return self._sum_over_wires(ranks, x, about)
         if algorithm == "direct":
-            return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
+            return self._sum_at_once(ranks, x, about)
         if algorithm in ALGORITHMS:
             switches = self.sums.of(ranks) if self.sums is not None else (ranks,)
             rounds = schedule(algorithm, switches, self.rank, x.numel())
             return self.carry_out(rounds, ranks, x, about)
-        staged = self._stage(x)
+        staged, group = self._stage(known_to_backends(x)), self._subgroup(ranks)
         flight = Flight(self, "sum", ranks, about)
         with flight.starting():
-            work = dist.all_reduce(staged, group=self._subgroup(ranks), async_op=True)
-        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
+            if not self.lane:  # somebody is about to wait for it anyway
+                notes = compare(notes)
+            work = dist.all_reduce(staged, group=group, async_op=True)
+        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), flight)
+
+    def _sum_halves(
+        self, ranks: tuple[int, ...], x: torch.Tensor, about: About, algorithm: Algorithm | None
+    ) -> Pending:
+        """Real and imaginary parts, as numbers of their own."""
+        halves = torch.view_as_real(x.resolve_conj())
+        pending = self.all_reduce(ranks, halves, about, algorithm)
+
+        def finish() -> None:
+            pending.wait()
+            if x.is_conj():  # then its memory holds other numbers
+                x.copy_(torch.view_as_complex(halves))
+
+        return Pending([], finish)
 
     def carry_out(
         self, rounds: Rounds, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
@@ -316,8 +295,14 @@ class Communicator:
         staged, group = self._stage(x), self._subgroup(ranks)
         places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
         flight = Flight(self, "sum", ranks, about)
-        work = start_sum(staged.view(-1), rounds, group, places)
-        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+        with flight.starting():
+            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
+        tag = tag_for(flight, ranks, x)
+        work = start_sum(staged.view(-1), rounds, group, places, tag, self.timeout)
+        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), flight)
+
+    def _carried(self, notes: list[Any], work: Any, finish: Any, flight: Flight) -> Pending:
+        return Pending([Carried(notes, work, self.timeout)], finish, flight)
 
     def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
         """What was measured to be fastest, and without measurements what mostly is."""
@@ -341,29 +326,32 @@ class Communicator:
         """Sends every rank its part; the sum is in rank order, so that all get the same bits."""
         arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
         sends = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-        pending = self._exchange(sends, list(arrived.items()), about, "sum")
+        pending = self._exchange(sends, list(arrived.items()), about, "sum", ranks)
         arrived[self.rank] = parts[ranks.index(self.rank)]
 
         def finish() -> None:
             pending.wait()
-            y.copy_(arrived[ranks[0]])
-            for rank in ranks[1:]:
-                y.add_(arrived[rank])
+            y.copy_(added([arrived[rank] for rank in ranks]))
 
         return Pending([], finish)
 
-    def _sum_over_wires(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
-        """The same as one swap, which takes half the time of a message to and from each."""
+    def _sum_at_once(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
+        """Sends all of it to every rank; over our own connections that is one swap.
+
+        Which takes half the time of a message to and from each.
+        """
         others = tuple(rank for rank in ranks if rank != self.rank)
+        flight = Flight(self, "sum", others, about)
+        if not wired(flight, ranks, x):
+            return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
         mine = self._stage(x.clone(memory_format=torch.contiguous_format))
         arrived = mine.new_empty((len(others), *x.shape))
-        flight = Flight(self, "sum", others, about)
         with flight.starting():
-            parcels = wires().swap(self._members(others), mine, arrived, self.timeout)
+            parcels = swap(flight, mine, arrived)
 
         def finish() -> None:
             rows = dict(zip(others, arrived, strict=True)) | {self.rank: mine}
-            x.copy_(reduce(torch.add, (rows[rank] for rank in ranks)))
+            x.copy_(added([rows[rank] for rank in ranks]))
 
         return Pending(parcels, finish, flight)
 
@@ -371,47 +359,77 @@ class Communicator:
         """Replaces x by the root's."""
         if self.size == 1:
             return Pending([])
-        staged = self._stage(x)
-        about = About("the parameters")
+        staged, everybody = self._stage(x), tuple(range(self.size))
+        about, sizes = About("the parameters"), [x] * self.size
         flight = Flight(self, "broadcast", (root,) if self.rank != root else (), about)
         with flight.starting():
-            work = dist.broadcast(staged, self._global[root], self.group, async_op=True)
-        return Pending([work], lambda: _copy_back([x], [staged], None), flight)
+            compare(announce(flight, everybody, self.group, x.dtype, sizes, sizes))
+            work = dist.broadcast(self._raw(staged), self._global[root], self.group, async_op=True)
+        return self._carried([], work, lambda: _copy_back([x], [staged], None), flight)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value (small, plain data), in rank order."""
         if self.size == 1:
             return [value]
+        everybody = tuple(range(self.size))
+        self._connect()
+        flight = Flight(self, "exchange", everybody, AGREEMENT)
+        with flight.starting():
+            compare(announce(flight, everybody, self.group))
+            return self._gathered(value)
+
+    def _gathered(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, self.group)
-        except RuntimeError as error:
-            about = About("what all ranks must agree on")
-            message = complaint(self, "exchange", range(self.size), about, error)
-            raise LostPeer(message) from None
+        dist.all_gather_object(values, value, self.group)
         return values
+
+    # -- memory --------------------------------------------------------------------------------
 
     def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
         """A twin in memory of the host, for backends that move nothing else."""
+        tensor = tensor.resolve_conj().resolve_neg()  # what is put off is not in memory yet
         if self._backend not in HOST_ONLY or not tensor.is_cuda:
             return tensor
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
+    def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as bytes: gloo's collectives do not know every kind of number."""
+        return tensor.view(-1).view(torch.uint8) if self._backend in HOST_ONLY else tensor
+
+    def _raw_numel(self, tensor: torch.Tensor) -> int:
+        return tensor.numel() * (tensor.element_size() if self._backend in HOST_ONLY else 1)
+
+    # -- groups --------------------------------------------------------------------------------
+
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Connects all ranks, and makes the process groups of some; all call it with the same."""
-        for ranks in groups:
-            if len(ranks) > 1 and (len(ranks) < self.size or self.lane):
-                group_of(self.lane, self._members(ranks), self.timeout)
-        if self._backend == "gloo" and not self.lane:
-            connect(self._global, self._global[self.rank], self.gather_objects)
+        self._connect()
+        groups = [g for g in groups if len(g) > 1 and (len(g) < self.size or self.lane)]
+        missing = [ranks for ranks in groups if known_group(self.lane, self.members(ranks)) is None]
+        if not missing:
+            return
+        for rank, others in enumerate(self.gather_objects(missing)):
+            if others != missing:
+                raise Mismatch(
+                    f"rank {self.name_of(rank)} makes groups of ranks {others}, and rank "
+                    f"{self.name_of(self.rank)} of {missing}; the ranks do not do the same thing"
+                )
+        for ranks in missing:
+            group_of(self.lane, self.members(ranks), self.timeout)
+
+    def _connect(self) -> None:
+        """The first time, all ranks together."""
+        uses = {"gloo": USES, "mpi4py": (ALARM,)}.get(self._backend)
+        if uses and self.size > 1:
+            with Flight(self, "exchange", range(self.size), AGREEMENT).starting():
+                connect(self._global, self._global[self.rank], self._gathered, uses)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:
             return self.group
-        return known_group(self.lane, self._members(ranks))
-
-    def _members(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._global[rank] for rank in ranks)
+        group = known_group(self.lane, self.members(ranks))
+        assert group is not None, f"ranks {ranks} have not been prepared"
+        return group
 
     def group_of_lane(self, lane: str) -> Any:
         """A process group of all these ranks that moves the host's memory; all ranks call it."""
@@ -438,13 +456,18 @@ class Communicator:
         return twin
 
 
-def _timeout_of(group: Any) -> float | None:
+def _timeout_of(group: Any) -> float:
     """Seconds, where the backend says; torch's groups do not take it over from one another."""
     try:
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        return None
+        warnings.warn(
+            f"this torch does not say how long its process groups wait; messages are given up "
+            f"after {TIMEOUT:g} s",
+            stacklevel=3,
+        )
+        return TIMEOUT
 
 
 def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.comm.groups import Members
-from shardwise.comm.wires import wires
+from shardwise.comm.present import default_store, present
 
 MOST = 64  # ranks that are all connected with each other
 LOOPBACK = "127.0.0.1"
@@ -23,28 +23,42 @@ PATIENCE = 5.0  # seconds to connect in
 BUFFER = 4 << 20  # bytes of a socket, if the system allows it
 FORCED = 32, 33  # SO_SNDBUFFORCE and SO_RCVBUFFORCE: beyond the system's usual limit
 ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
+WHO = struct.Struct("!IB")  # a rank, and what it calls for
+DATA, ALARM = USES = 0, 1
+Line = tuple[int, int]  # a peer, and what for
 Gather = Callable[[Any], list[Any]]  # every rank's value, in rank order
 
 
-def connect(members: Members, me: int, gather: Gather) -> None:
-    """Connects these ranks with each other, where all can reach all; each of them calls it."""
-    own = wires()
-    if members in own.asked or len(members) > MOST:
+def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = USES) -> None:
+    """Connects these ranks with each other, where all can reach all; each of them calls it.
+
+    Each pair has a connection for messages and one for the alarm.
+    """
+    now = present()
+    if members in now.wires.asked:
         return
-    peers = set(members) - {me, *own.known}
-    with socket.socket() as listener:
-        offers = dict(zip(members, gather(_offer(listener)), strict=True))
-        found = _connected(listener, me, peers, offers)
-        everywhere = all(gather(found is not None))
+    everywhere, found = False, None
+    if len(members) <= MOST:
+        with socket.socket() as listener:
+            offers = dict(zip(members, gather(_offer(listener)), strict=True))
+            wanted = {(p, use) for p in members if p not in (me, *now.wires.known) for use in uses}
+            found = _connected(listener, me, wanted, offers)
+            everywhere = all(gather(found is not None))
     if not everywhere:
         _close(found)
-        if me == members[0]:
+        now.wires.settle(members, me, None)
+        now.alarm.watch(default_store())
+        if me == members[0] and len(members) <= MOST and DATA in uses:
             warnings.warn(
                 "workers cannot connect to each other's ports; gloo carries all messages, of which "
                 "small ones take longer",
                 stacklevel=2,
             )
-    own.settle(members, {p: _set_up(s) for p, s in (found or {}).items()} if everywhere else None)
+        return
+    found = found or {}
+    data = {peer: _set_up(s) for (peer, use), s in found.items() if use == DATA}
+    now.wires.settle(members, me, data if DATA in uses else None)
+    now.alarm.listen(s for (_, use), s in found.items() if use == ALARM)
 
 
 def _offer(listener: socket.socket) -> dict[str, Any] | None:
@@ -77,27 +91,27 @@ def _address() -> str:
 
 
 def _connected(
-    listener: socket.socket, me: int, peers: set[int], offers: dict[int, Any]
-) -> dict[int, socket.socket] | None:
-    """A connection to every peer: this rank calls those below it, and is called by the others."""
+    listener: socket.socket, me: int, wanted: set[Line], offers: dict[int, Any]
+) -> dict[Line, socket.socket] | None:
+    """Connections to peers: this rank calls those below it, and is called by the others."""
     if None in offers.values():
         return None
     machines = {offer["machine"] for offer in offers.values()}
     if len(machines) > 1 and any(offer["at"][0].startswith("127.") for offer in offers.values()):
         return None  # an address that leads nowhere from another machine
     token = next(iter(offers.values()))["token"]
-    found: dict[int, socket.socket] = {}
+    found: dict[Line, socket.socket] = {}
     end = time.monotonic() + PATIENCE
     try:
-        for peer in sorted(peer for peer in peers if peer < me):
-            found[peer] = socket.create_connection(offers[peer]["at"], _left(end))
-            found[peer].sendall(token + struct.pack("!I", me))
-        while found.keys() != peers:
+        for peer, use in sorted(line for line in wanted if line[0] < me):
+            found[peer, use] = socket.create_connection(offers[peer]["at"], _left(end))
+            found[peer, use].sendall(token + WHO.pack(me, use))
+        while found.keys() != wanted:
             listener.settimeout(_left(end))
             caller, _ = listener.accept()
-            peer = _greeting(caller, token, end)
-            if peer in peers - found.keys():
-                found[peer] = caller
+            line = _greeting(caller, token, end)
+            if line in wanted - found.keys():
+                found[line] = caller
             else:
                 caller.close()  # a stranger
     except OSError:
@@ -113,9 +127,9 @@ def _left(end: float) -> float:
     return seconds
 
 
-def _greeting(caller: socket.socket, token: bytes, end: float) -> int | None:
-    """The rank that calls; None if it does not know the token."""
-    said, length = b"", len(token) + 4
+def _greeting(caller: socket.socket, token: bytes, end: float) -> Line | None:
+    """The rank that calls, and for what; None if it does not know the token."""
+    said, length = b"", len(token) + WHO.size
     try:
         while len(said) < length:
             caller.settimeout(_left(end))
@@ -124,8 +138,8 @@ def _greeting(caller: socket.socket, token: bytes, end: float) -> int | None:
             said += more
     except OSError:
         return None
-    known = secrets.compare_digest(said[:-4], token)
-    return struct.unpack("!I", said[-4:])[0] if known else None
+    known = secrets.compare_digest(said[: len(token)], token)
+    return WHO.unpack(said[len(token) :]) if known else None  # type: ignore[return-value]
 
 
 def _set_up(connection: socket.socket) -> socket.socket:
@@ -138,6 +152,6 @@ def _set_up(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def _close(found: dict[int, socket.socket] | None) -> None:
+def _close(found: dict[Line, socket.socket] | None) -> None:
     for connection in (found or {}).values():
         connection.close()

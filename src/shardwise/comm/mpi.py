@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from shardwise.comm.present import present
 from shardwise.errors import ShardwiseError
 
 NAME = "mpi4py"
@@ -155,6 +156,7 @@ class MPIWork(dist.Work):
             waited = time.monotonic() - start
             if waited > seconds:
                 raise RuntimeError(f"MPI: {self._what} was not over within {seconds:g} s")
+            present().alarm.check()
             if waited < SPIN:
                 os.sched_yield()
             else:
@@ -248,7 +250,7 @@ class MPIGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> MPIWork:
         x = tensors[0].contiguous()
         what = f"a message to rank {self._ranks[dstRank]}"
-        return self._work(self._comm.Isend(_bytes(x), dstRank, tag), what, x)
+        return self._work(self._comm.Isend(_bytes(x), dstRank, _tag(tag)), what, x)
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> MPIWork:
         return self._receive(tensors[0], srcRank, tag, f"rank {self._ranks[srcRank]}")
@@ -258,7 +260,7 @@ class MPIGroup(dist.ProcessGroup):
 
     def _receive(self, x: torch.Tensor, source: int, tag: int, sender: str) -> MPIWork:
         twin = x.contiguous()
-        request = self._comm.Irecv(_bytes(twin), source, tag)
+        request = self._comm.Irecv(_bytes(twin), source, _tag(tag))
         return self._work(request, f"a message from {sender}", twin, _back(x, twin))
 
     # -- collectives ---------------------------------------------------------------------------
@@ -366,6 +368,11 @@ class MPIGroup(dist.ProcessGroup):
             total.div_(self._comm.size)
         if total is not y:
             y.copy_(total)
+
+
+def _tag(tag: int) -> int:
+    """One that MPI allows: every library has a largest one."""
+    return tag % ((MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1)
 
 
 def _create(options: Any, _: Any) -> MPIGroup:

@@ -1,7 +1,7 @@
 """Carries out all-reduce schedules over point-to-point messages, in a thread of its own.
 
 Sums run one after the other, first in, first out. Every rank must start the sums that it shares
-with others in the same order, on process groups on which nothing else sends messages.
+with others in the same order; each sum has a tag of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -41,7 +42,7 @@ class Job:
     runner: Runner
     future: Future[None] = field(default_factory=Future)
 
-    def wait(self) -> None:
+    def wait(self, _: timedelta | None = None) -> None:
         """Returns when it is done; whoever waits lends a hand rather than wait for a thread."""
         self.runner.work_off(self)
         self.future.result()
@@ -103,6 +104,8 @@ class Summing:
     vector: torch.Tensor  # flat; the sum replaces it
     group: Any  # a process group
     places: Mapping[int, int]  # of the peers inside the process group
+    tag: int  # of this sum's messages
+    timeout: timedelta
 
     def run(self, rounds: Rounds) -> None:
         """Receives are posted ahead, so that peers may send at once; sends leave as they may."""
@@ -113,7 +116,7 @@ class Summing:
         for done, piece in enumerate(stream.receives, start=1):
             buffer, work = posted.popleft()
             with _waiting_for(piece.peer):
-                work.wait()
+                work.wait(self.timeout)
             if piece.adds:
                 self._part(piece).add_(buffer)
             posted += (self._receive(*next_) for next_ in islice(to_post, 1))
@@ -121,14 +124,14 @@ class Summing:
         # Only now: what was sent stays as it is until its receiver answers with the sum.
         for peer, work in sent:
             with _waiting_for(peer):
-                work.wait()
+                work.wait(self.timeout)
 
     def _part(self, piece: Piece) -> torch.Tensor:
         return self.vector[piece.start : piece.stop]
 
     def _send(self, piece: Piece) -> tuple[int, Any]:
         with _waiting_for(piece.peer):
-            work = self.group.send([self._part(piece)], self.places[piece.peer], 0)
+            work = self.group.send([self._part(piece)], self.places[piece.peer], self.tag)
         return piece.peer, work
 
     def _receive(self, place: int, piece: Piece) -> tuple[torch.Tensor, Any]:
@@ -136,7 +139,7 @@ class Summing:
         part = self._part(piece)
         buffer = self._buffer(place)[: part.numel()] if piece.adds else part
         with _waiting_for(piece.peer):
-            return buffer, self.group.recv([buffer], self.places[piece.peer], 0)
+            return buffer, self.group.recv([buffer], self.places[piece.peer], self.tag)
 
     def _buffer(self, place: int) -> torch.Tensor:
         numel = max(CHUNK // self.vector.element_size(), 1)
@@ -163,6 +166,14 @@ def _waiting_for(peer: int) -> Iterator[None]:
         raise Interrupted(peer, str(error)) from error
 
 
-def start_sum(vector: torch.Tensor, rounds: Rounds, group: Any, places: Mapping[int, int]) -> Job:
+def start_sum(
+    vector: torch.Tensor,
+    rounds: Rounds,
+    group: Any,
+    places: Mapping[int, int],
+    tag: int,
+    timeout: float,
+) -> Job:
     """Replaces a flat vector in the host's memory by its sum over a group, in our own thread."""
-    return RUNNER.start(partial(Summing(vector, group, places).run, rounds))
+    summing = Summing(vector, group, places, tag, timedelta(seconds=timeout))
+    return RUNNER.start(partial(summing.run, rounds))

@@ -1,0 +1,157 @@
+"""Messages under way, and what is said when they do not arrive."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from shardwise.comm.alarm import LostPeer
+from shardwise.comm.headers import Mismatch
+from shardwise.comm.present import present
+from shardwise.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
+
+GRACE = 0.5  # seconds in which a rank whose connection is lost may have said why
+
+
+@dataclass(frozen=True)
+class About:
+    """What a communication is for: in traces, in headers, and in the message when it fails."""
+
+    name: str = "a tensor"
+    kind: str = "transfer"  # or statistics, gradients
+
+
+ANYTHING = About()
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """What torch carries, and the headers that announce it, where ranks are connected."""
+
+    headers: Sequence[Any]
+    work: Any
+    timeout: float
+
+    def wait(self) -> None:
+        """Whatever differs from what was awaited is an error before it is used."""
+        for one in self.headers:
+            one.wait()
+        self.work.wait(timedelta(seconds=self.timeout))
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+
+class Pending:
+    """Messages under way; `wait` returns when all buffers may be read and written."""
+
+    def __init__(
+        self,
+        works: list[Any],
+        finish: Callable[[], None] | None = None,
+        flight: Flight | None = None,
+    ) -> None:
+        self._works, self._finish, self._flight = works, finish, flight
+        if flight is not None and works:
+            flight.watch(works)
+
+    def wait(self) -> None:
+        if self._works and self._flight is not None:
+            self._flight.wait(self._works)
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+
+class Flight:
+    """One communication: who waits for whom, for what, and how long."""
+
+    def __init__(self, comm: Communicator, action: str, peers: Iterable[int], about: About) -> None:
+        self.present = present()
+        self.present.alarm.check()
+        self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
+        self._begin = self._landed = comm.timeline.now() if comm.timeline.on else 0.0
+
+    @contextmanager
+    def starting(self, peers: Iterable[int] | None = None) -> Iterator[None]:
+        """Within, messages are started; that fails where a peer is known to be dead."""
+        try:
+            yield
+        except (RuntimeError, ShardwiseError) as error:
+            raise self.failed(error, self.peers if peers is None else peers) from None
+
+    def watch(self, works: list[Any]) -> None:
+        """Notes when the last message has arrived, whether or not anybody waits for it yet."""
+        if self.comm.timeline.on:
+            for work in works:
+                future = getattr(work, "get_future", None)
+                if future is not None:
+                    with suppress(RuntimeError):  # not every kind of work has one
+                        future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self._landed = max(self._landed, self.comm.timeline.now())
+
+    def wait(self, works: list[Any]) -> None:
+        timeline = self.comm.timeline
+        before = timeline.switch()
+        start = timeline.now()
+        for number, work in enumerate(works):
+            try:
+                work.wait()
+            except (RuntimeError, ShardwiseError) as error:
+                apart = len(works) == len(self.peers)  # a message each, or one work for all?
+                peers = self.peers[number : number + 1] if apart else self.peers
+                peers = getattr(error, "peers", peers)  # whom our own thread waited for
+                raise self.failed(error, peers) from None
+        if timeline.on:
+            end = timeline.now()
+            landed = self._landed if self._landed > self._begin else end
+            lane = "gradients" if self.about.kind == "gradients" else "transfers"
+            timeline.add(
+                self.about.name, self.about.kind, lane, self._begin, min(landed, end), end - start
+            )
+            timeline.switch(*before)
+
+    def failed(self, error: Exception, peers: Iterable[int]) -> ShardwiseError:
+        """What to raise: what the rank that failed first has said, or else why this one fails."""
+        return failure(self.comm, self.action, peers, self.about, error)
+
+
+def failure(
+    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
+) -> ShardwiseError:
+    """What to raise after a communication that failed; all ranks are told the same."""
+    if told := comm.heard(0.0 if isinstance(error, Mismatch) else GRACE):
+        return LostPeer(told)
+    if isinstance(error, Mismatch):
+        comm.fail(str(error))
+        return error
+    sentence = complaint(comm, action, comm.lost_by(error) or peers, about, error)
+    comm.fail(sentence)
+    return LostPeer(sentence)
+
+
+def complaint(
+    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
+) -> str:
+    """One sentence about a communication that failed: who waited for whom, and in what."""
+    others = [str(comm.name_of(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
+    whom = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}" if others else "the others"
+    return (
+        f"rank {comm.name_of(comm.rank)} waited in vain for {whom} in the {action} of "
+        f"{about.name}: {_reason(error)}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error, without the place in gloo's source that it begins with."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", str(error).strip())
+    return re.split(r"\n|\. ", text)[0] or "the connection was lost"
