@@ -32,17 +32,15 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT / 2)
     )
-    connection.send(("ready", None, False))
+    connection.send(("ready", None))
     while (job := connection.recv()) is not None:
         function, args = job
-        alarm = present().alarm  # a failure ends the whole world
         try:
-            connection.send(("result", function(*args), bool(alarm.sentence)))
+            result = function(*args)
+            kind = "last result" if present().alarm.sentence else "result"  # the world has failed
+            connection.send((kind, result))
         except BaseException:
-            error = f"rank {rank}:\n{traceback.format_exc()}"
-            connection.send(("error", error, bool(alarm.sentence)))
-        if alarm.sentence:
-            break
+            connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
         if num_groups() > MOST_GROUPS:
             dist.barrier()  # nothing is under way any more
             drop_groups()
@@ -85,8 +83,8 @@ class WorkerPool:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
                 try:
-                    kind, results[rank], spoiled = connection.recv()
-                    self.broken |= spoiled
+                    kind, results[rank] = connection.recv()
+                    self.broken |= kind == "last result"
                 except EOFError:
                     self._processes[rank].join(GRACE)
                     code = self._processes[rank].exitcode

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -110,7 +109,7 @@ def _environment(rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 
 
@@ -149,7 +148,7 @@ def test_the_others_end_when_a_rank_is_killed(phase: str) -> None:
         assert jobs[rank].returncode == 3, said[rank]
         errors = [line for line in said[rank].splitlines() if line.startswith("error:")]
         assert len(errors) == 1, said[rank]
-        assert f"rank {rank} waited in vain for rank" in errors[0]
+        assert "waited in vain for rank" in errors[0]
         assert PHASES[phase] in errors[0]
     assert any(f"for rank {VICTIM}" in text or f"{VICTIM}, " in text for text in said)
 
@@ -177,7 +176,7 @@ def test_the_others_end_when_a_link_is_cut() -> None:
             out, _ = jobs[host].communicate(timeout=60 + 2 * TIMEOUT)
             errors = [line for line in out.decode().splitlines() if line.startswith("error:")]
             assert jobs[host].returncode == 3 and len(errors) == 1
-            assert f"rank {host} waited in vain for rank" in errors[0]
+            assert "waited in vain for rank" in errors[0]
         assert time.monotonic() - start < 3 * TIMEOUT
         jobs[VICTIM].kill()
         jobs[VICTIM].communicate()

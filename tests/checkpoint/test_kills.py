@@ -167,7 +167,7 @@ def test_when_a_rank_is_killed_the_others_say_so_and_the_last_checkpoint_stays(
         kind, said = survivor.recv()
     finally:
         workers.stop()
-    assert kind == "result" and f"rank {1 - victim} waited in vain for rank {victim}" in said
+    assert kind == "last result" and f"rank {1 - victim} waited in vain for rank {victim}" in said
     step, path = max(folders.complete().items())
     assert Document.load(path / NAME).progress == {"at": step}
     params = {name for name, _ in Net().named_parameters(remove_duplicate=False)}
