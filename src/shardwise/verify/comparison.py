@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from statistics import median
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +30,7 @@ TOLERANCES = {
 # plan was above 3 times the largest of six draws, of single numbers (losses) 6 times.
 FACTOR = 10.0
 
-# Elements below this part of the usual tensor of the same kind count as zero: the gradient of a
+# Elements below this part of the largest tensor of the same kind count as zero: the gradient of a
 # bias before batch norm, say, is nothing but rounding on one device too.
 FLOOR = 1e-4
 
@@ -87,16 +86,15 @@ class Comparison:
 
 def differences(found: Values, expected: Values) -> list[Comparison]:
     """One comparison for every tensor that either side has."""
-    sizes: dict[str, list[float]] = {}
+    tops: dict[str, float] = {}
     for (kind, _), value in expected.items():
-        sizes.setdefault(kind, []).append(size(value))
-    usual = {kind: median(found) for kind, found in sizes.items()}
+        tops[kind] = max(tops.get(kind, 0.0), size(value))
     results = []
     for key in dict.fromkeys([*expected, *found]):
         mine, theirs = found.get(key), expected.get(key)
         if key[0] == "gradient":
             mine, theirs = _zeros_for_none(mine, theirs), _zeros_for_none(theirs, mine)
-        error, fault = _error(mine, theirs, FLOOR * usual.get(key[0], 0.0))
+        error, fault = _error(mine, theirs, FLOOR * tops.get(key[0], 0.0))
         results.append(Comparison(*key, error, _tolerance(key, expected), fault=fault))
     return results
 
