@@ -193,3 +193,30 @@ def test_a_model_of_any_number_of_inputs_is_captured() -> None:
 
     graph = capture(Net(), torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 1))
     assert graph.batch_is_free and graph["cat"].shape == (4, 6)
+
+
+def test_a_single_sample_is_captured_by_itself() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.squeeze() * (2 if x.shape[0] == 1 else 3)
+
+    captured = Captured(Net(), (torch.zeros(4, 1, 3),), training=True)
+    assert captured.graph(4).layers[-1].shape == (4, 3)
+    assert captured.graph(1).layers[-1].shape == (3,) and captured.graph(1).batch_is_free
+    assert captured.graph(2).layers[-1].args[1] == 3 and captured.graph(1).layers[-1].args[1] == 2
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "dropout"])
+def test_a_functional_layer_that_is_told_not_to_train_does_not(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if name == "dropout":
+                return functional.dropout(x, 0.5, training=False)
+            return functional.batch_norm(x, self.norm.running_mean, self.norm.running_var)
+
+    graph = capture(Net(), torch.zeros(2, 3, 4, 4))
+    assert graph.layers[-1].attrs["never"]

@@ -104,7 +104,8 @@ def checksum(value: Any) -> int:
     if x.numel() > LOOKED_AT:
         x = torch.take(x, _places(x.numel()).to(x.device))
     x = torch.view_as_real(x) if x.is_complex() else x
-    return zlib.crc32(x.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+    flat = x.contiguous().cpu().as_strided((x.numel(),), (1,))  # of one element, strides may be odd
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
 
 
 @lru_cache(maxsize=4)

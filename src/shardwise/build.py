@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -15,7 +16,14 @@ from shardwise.dims import default_dims, label_dims
 from shardwise.errors import CaptureError
 from shardwise.functional import aten_name, is_counter, is_in_place, named_args
 from shardwise.graph import Layer, LayerGraph, Like, Operand, Slot
-from shardwise.operators import ITEMS, MADE, OPERATORS, POINTWISE, Request
+from shardwise.operators import (
+    ITEMS,
+    MADE,
+    OPERATORS,
+    OTHERWISE_IN_PLACE,
+    POINTWISE,
+    Request,
+)
 
 if TYPE_CHECKING:
     from shardwise.capture import Captured
@@ -92,19 +100,23 @@ class Builder:
         if request is not None and request.op == "pad" and request.attrs["mode"] != "constant":
             self._edge_pad(node, request)
         elif request is not None and request.batch_missing:
-            self._one_sample(node, request)
+            x = self._operand(request.tensors[0])
+            self._reshaped(node, request, (1, *x.shape), (1, *self._shape(node.meta["val"])))  # type: ignore[union-attr]
+        elif request is not None and request.op == "linear" and node.meta["val"].ndim > 4:
+            x, shape = self._operand(request.tensors[0]), self._shape(node.meta["val"])
+            rows = prod(shape[:-1])  # one dimension of rows is as good as many
+            self._reshaped(node, request, (rows, x.shape[-1]), (rows, shape[-1]))  # type: ignore[union-attr]
         else:
             self._add(node, request)
 
-    def _one_sample(self, node: fx.Node, request: Request) -> None:
-        """An operator on a tensor without samples: that tensor as the only sample."""
-        x = self._operand(request.tensors[0])
-        assert x is not None
-        given, shape = (1, *x.shape), self._shape(node.meta["val"])
-        lifted = self._add(node, Request("view", (x,)), shape=given)
-        tensors = (lifted, *request.tensors[1:])
-        result = self._add(node, replace(request, tensors=tensors), shape=(1, *shape))
-        self._add(node, Request("view", (result,)), shape=shape)
+    def _reshaped(
+        self, node: fx.Node, request: Request, given: tuple[int, ...], made: tuple[int, ...]
+    ) -> None:
+        """An operator on its first tensor in another shape: that of one sample, or of rows."""
+        first, *others = request.tensors
+        lifted = self._add(node, Request("view", (first,)), shape=given)
+        result = self._add(node, replace(request, tensors=(lifted, *others)), shape=made)
+        self._add(node, Request("view", (result,)))
 
     def _edge_pad(self, node: fx.Node, request: Request) -> None:
         """Padding with the tensor's own values, one dimension after the other."""
@@ -126,6 +138,8 @@ class Builder:
         name, args = aten_name(source), self._named_args(source)
         if not node.users:
             return
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise CaptureError(f"operator {name!r} returns lists in lists, which are not supported")
         if name in ("chunk", "split", "split_with_sizes"):
             dim = args["dim"] % len(self._shape(args["self"].meta["val"]))
             parts = [self._shape(part)[dim] for part in source.meta["val"]]
@@ -245,6 +259,7 @@ class Builder:
             attrs["called"] = aten_name(called)
             attrs["written"] = is_in_place(called) and request.op != "made"
             attrs["in_place"] = is_in_place(called) and request.op == "pointwise"
+            attrs["on_a_copy"] = is_in_place(called) and attrs["called"] in OTHERWISE_IN_PLACE
             if _draws(called):
                 attrs["draws"] = True
         if request.op == "reduce":
@@ -299,7 +314,8 @@ class Builder:
         args = self._named_args(node)
         flag = args["training"] if request.op == "batch_norm" else args["train"]
         always = bool(flag) and not self.captured.training
-        mode = {"module": self._path(node), "always": always}
+        never = not flag and self.captured.training  # F.batch_norm(training=False) while training
+        mode = {"module": self._path(node), "always": always, "never": never}
         if request.op == "batch_norm":
             return mode | {"always": always or args["running_mean"] is None}
         return mode | {"order": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
@@ -314,6 +330,8 @@ class Builder:
     def _returned(self, arg: Any) -> str:
         if not isinstance(arg, fx.Node):
             raise CaptureError(f"the model returns {arg!r}, which is not a tensor")
+        if arg not in self.values:
+            raise CaptureError(f"the model returns a number ({arg}), and not a tensor")
         operand = self.values[arg]
         if operand.kind != "value":
             raise CaptureError(f"the model returns its {operand.kind} {operand.name!r} unchanged")
@@ -403,7 +421,7 @@ def _pure(target: Any) -> Any:
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
     same_name = [each for each in overloads if each._overloadname == target._overloadname]
     same_types = [each for each in overloads if _types(each) == _types(target)]
-    for twin in (*same_name, *same_types):
+    for twin in (*same_types, *same_name):
         if len(_names(twin)) == len(_names(target)):
             return twin
     raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
@@ -433,7 +451,7 @@ def _is_made(node: fx.Node, name: str) -> bool:
     """Whether the result depends on nothing but shapes and, perhaps, random numbers."""
     tensors = _tensor_nodes(node)
     if name in MADE:
-        return len(tensors) <= (0 if name in ("full", "scalar_tensor") else 1)
+        return len(tensors) <= (name.endswith("_like") or name.startswith("new_"))
     if not _draws(node):
         return False
     overwrites = is_in_place(node) or name.endswith("_like") or node.target is _BERNOULLI

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,15 +42,17 @@ def _as_arguments(model: nn.Module, values: list[Any]) -> tuple[Any, ...]:
 class Captured:
     """A model exported once in one mode; gives its layer graph for any batch size."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool, free: bool = True
+    ) -> None:
         if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
             raise CaptureError("the example input must be tensors whose first dimension is samples")
-        self.training = training
+        self.training, self._given = training, (model, inputs)
         model = _twin(model)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
         with _mode(model, training):
-            program = _export(model, inputs)
+            program = _export(model, inputs, free)
         signature = program.graph_signature
         self._names: dict[str, tuple[str, str]] = {}
         first = _first_names(model)  # torch.export calls tied ones by their last
@@ -64,8 +67,8 @@ class Captured:
             for kind, name in self._names.values()
             if kind == "constant"
         }
-        stored = {node: name for node, (_, name) in self._names.items()}
-        self._nodes = list(functional(program.graph, stored).nodes)
+        kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
+        self._nodes = list(functional(program.graph, kept, signature.user_inputs).nodes)
         self.output_spec = program.call_spec.out_spec
         self._user_inputs = [n for n in self._nodes if n.name in signature.user_inputs]
         self._symbols = {
@@ -89,8 +92,23 @@ class Captured:
                 f"depends on the batch size), and got {batch} samples"
             )
         if batch not in self._graphs:
-            self._graphs[batch] = Builder(self, batch).build()
+            alone = self._of_one_sample() if batch == 1 and self.batch_is_free else None
+            self._graphs[batch] = alone or Builder(self, batch).build()
         return self._graphs[batch]
+
+    def _of_one_sample(self) -> LayerGraph | None:
+        """The graph of a single sample, captured by itself.
+
+        Models may treat it in another way (squeeze, say), of which the others know nothing. None
+        where it cannot be captured: batch norm refuses one value, which it says when it runs.
+        """
+        model, inputs = self._given
+        one = [x[:1] if x.shape[0] == self._fixed_batch else x for x in inputs]
+        try:
+            graph = Captured(model, tuple(one), self.training, free=False).graph(1)
+        except CaptureError:
+            return None
+        return replace(graph, batch_is_free=True)
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -140,7 +158,7 @@ def _silent() -> Iterator[None]:
         logger.disabled = before
 
 
-def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: bool) -> Any:
     # A batch of one would be taken for a constant, so one sample is shown as two. Inputs with
     # another number of rows than the first have no samples.
     samples = inputs[0].shape[0]
@@ -154,6 +172,8 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
     shapes = _as_arguments(model, free)
     try:
         with torch.no_grad(), _silent():
+            if not may_be_free:
+                return torch.export.export(model, inputs, strict=False)
             with suppress(Exception):  # a model may accept this batch size only
                 program = torch.export.export(model, examples, dynamic_shapes=shapes, strict=False)
                 values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]

@@ -58,6 +58,8 @@ def view_groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]
     [([0], [0]), ([1, 2], [1])]
     """
     groups: list[tuple[list[int], list[int]]] = []
+    if 0 in source or 0 in target:
+        return [([*range(len(source))], [*range(len(target))])]
     i = j = 0
     while i < len(source) or j < len(target):
         ins, outs = [], []

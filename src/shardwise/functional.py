@@ -8,7 +8,7 @@ later looks into the new value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,14 +50,14 @@ def named_args(node: fx.Node) -> dict[str, Any]:
     return named
 
 
-def functional(graph: fx.Graph, stored: Mapping[str, str]) -> fx.Graph:
+def functional(graph: fx.Graph, stored: Mapping[str, str], inputs: Collection[str]) -> fx.Graph:
     """A graph that computes the same, in which nothing that is written to is a view.
 
     Operators stay in place where they overwrite a whole tensor: whether somebody still reads what
     was there before shows in the graph now. Placeholders of `stored` tensors, here with their
-    names, outlive the call and may not be written to.
+    names, and of inputs outlive the call and may not be written to.
     """
-    return _Functional(stored).rewritten(graph)
+    return _Functional(stored, inputs).rewritten(graph)
 
 
 def is_counter(name: str) -> bool:
@@ -66,8 +66,8 @@ def is_counter(name: str) -> bool:
 
 
 class _Functional:
-    def __init__(self, stored: Mapping[str, str]) -> None:
-        self.graph, self.stored = fx.Graph(), stored
+    def __init__(self, stored: Mapping[str, str], inputs: Collection[str]) -> None:
+        self.graph, self.stored, self.inputs = fx.Graph(), stored, inputs
         self.parents: dict[fx.Node, fx.Node] = {}  # of each view, the tensor that it looks into
         self.values: dict[fx.Node, fx.Node] = {}  # of each old node, a new one that shows it
         self.shown: dict[fx.Node, int] = {}  # the version of its memory which that one shows
@@ -148,7 +148,7 @@ class _Functional:
             return
         if name is not None:
             raise CaptureError(f"the model writes into {name!r} in its forward pass")
-        if way[-1][0].op == "placeholder":
+        if way[-1][0].name in self.inputs:
             raise CaptureError(
                 f"the model writes in place ({aten_name(node, strip=False)}) into its input "
                 f"{way[-1][0].name!r}; use the operator that is not in place (inplace=False)"

@@ -82,6 +82,8 @@ class Layer:
             tensor.reshape(()) if operand.scalar else tensor
             for operand, tensor in zip(self.operands, tensors, strict=True)
         ]
+        if self.attrs.get("on_a_copy") and not in_place:
+            tensors, in_place = [tensors[0].clone(), *tensors[1:]], True
         args = fill_slots(self.args, tensors, device)
         operator = _overload(self.target, in_place)
         result = operator(*args, **fill_slots(dict(self.kwargs), tensors, device))

@@ -80,7 +80,8 @@ def _conv_transpose(args: Args, shape: Shapes) -> Request:
 
 
 def _linear(args: Args, shape: Shapes) -> Request:
-    return Request("linear", (args["input"], args["weight"], args["bias"]))
+    tensors = (args["input"], args["weight"], args["bias"])
+    return Request("linear", tensors, batch_missing=len(shape(args["input"])) == 1)
 
 
 def _batch_norm(args: Args, shape: Shapes) -> Request:
@@ -260,6 +261,13 @@ MADE = frozenset(
     """
     zeros ones full empty arange eye linspace logspace scalar_tensor zeros_like ones_like full_like
     empty_like new_zeros new_ones new_full new_empty tril_indices triu_indices
+    """.split()  # noqa: SIM905
+)
+
+# Operators whose derivative is another one in place: from the result, or none at all.
+OTHERWISE_IN_PLACE = frozenset(
+    """
+    elu selu celu leaky_relu rrelu eq ne lt le gt ge logical_and logical_or logical_xor logical_not
     """.split()  # noqa: SIM905
 )
 

@@ -149,7 +149,8 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
     outputs = []
     for name in graph.outputs:
         _, used = reached(graph, [name])
-        nothing = sum((param.reshape(-1)[:0].sum() for n, param in params.items() if n in used), 0)
+        sources = [*inputs, *(param for n, param in params.items() if n in used)]
+        nothing = sum(x.reshape(-1)[:0].sum() for x in sources if x.requires_grad)
         y = inputs[0].new_empty(graph[name].shape, dtype=graph[name].dtype)
         outputs.append(y + nothing if y.is_floating_point() or y.is_complex() else y)
     return outputs
@@ -269,6 +270,9 @@ def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> l
         _input_gradient(state, program, name, inputs.get(name)) if needed else None
         for name, needed in zip(program.inputs, wanted, strict=True)
     ]
+    for name in stored & made.params.keys():
+        if not made.params[name].numel():  # no rank has any of it to sum
+            found[name] = torch.zeros_like(made.params[name])
     return [*summed, *(found.pop(name, None) for name in made.params)]
 
 

@@ -171,7 +171,8 @@ class Runtime:
         if not op.active:
             return self._nothing(op, tensors)
         for index in op.without:  # boxes of nothing have no shape
-            tensors[index] = tensors[index].reshape(layer.operands[index].shape)
+            if not tensors[index].numel():
+                tensors[index] = tensors[index].reshape(layer.operands[index].shape)
         if self.precision is not None:
             sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
             dtype = torch.float32 if sensitive else self.precision

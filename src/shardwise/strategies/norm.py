@@ -240,8 +240,8 @@ class InstanceNorm(Norm):
         x, weight, bias = local.tensors(tensors)
         assert x is not None
         if local.sums is None:
-            eps = local.attrs["eps"]
-            return functional.instance_norm(x, None, None, weight, bias, True, 0.0, eps)
+            fixed = (True, 0.0, local.attrs["eps"], torch.backends.cudnn.enabled)
+            return torch.instance_norm(x, weight, bias, None, None, *fixed)
         grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape))
         count = prod(local.layer.shape[2:])
         return self.normalize(local, x, weight, bias, grouping, count)[0]

@@ -126,6 +126,8 @@ class FeatureDropout(Dropout):
 
 def is_active(local: Local) -> bool:
     """Whether a layer with two modes behaves as in training."""
+    if local.attrs["never"]:
+        return False
     return local.attrs["always"] or local.module.training
 
 

@@ -33,6 +33,8 @@ class View(Moves):
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         source, target = split.layer.operands[0].shape, split.layer.shape
+        if 0 in source:
+            return (Need(Layout.on(source, split.world, ())),)
         ranges: list[Ranges] = [split.whole(size) for size in source]
         for ins, outs in view_groups(source, target):
             in_lead, out_lead = _lead(ins, source), _lead(outs, target)
