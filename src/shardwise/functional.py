@@ -25,6 +25,7 @@ RESHAPES = frozenset(
 SAME = frozenset(("alias", "contiguous", "to", "lift_fresh", "type_as"))
 PERMUTATIONS = frozenset(("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T"))
 END = 2**63 - 1
+COPY = aten.lift_fresh_copy.default  # of a constant; torch.export takes it for a view
 
 
 def aten_name(node: fx.Node, strip: bool = True) -> str:
@@ -228,7 +229,7 @@ def _check_writes(node: fx.Node) -> None:
 def _parent(node: fx.Node) -> fx.Node | None:
     """The tensor whose memory this one looks into; that of a part is what was split."""
     source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, fx.Node) or is_in_place(node):
+    if not isinstance(source, fx.Node) or is_in_place(node) or node.target is COPY:
         return None
     if node.target is operator.getitem:
         source = source.args[0] if source.args else None
