@@ -13,6 +13,7 @@ DESCRIBE = {
     "layout",
     "config",
     "errors",
+    "files",
     "graph",
     "dims",
     "operators",
@@ -101,7 +102,7 @@ def test_the_zoo_imports_nothing_of_the_rest() -> None:
 
 def test_data_knows_boxes_and_nothing_of_plans() -> None:
     for path in (SOURCE / "data").glob("*.py"):
-        assert imported(path) <= {"data", "box", "documents", "errors"}, path.name
+        assert imported(path) <= {"data", "box", "documents", "errors", "files"}, path.name
 
 
 def test_no_pickle_is_read_from_a_file() -> None:

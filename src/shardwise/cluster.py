@@ -27,6 +27,7 @@ from pydantic import (
 
 from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
+from shardwise.files import write_whole
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
 from shardwise.winners import Schedule, Winner, check_winners
 
@@ -203,7 +204,7 @@ class Cluster(BaseModel):
         is_json = Path(path).suffix.lower() == ".json"
         text = json.dumps(self._fields(), indent=2) + "\n" if is_json else self.to_yaml()
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            write_whole(path, text)
         except OSError as error:
             raise ShardwiseError(f"cluster file {str(path)!r}: {error.strerror}") from None
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise.config import AXES, Config
 from shardwise.documents import first_mistake
 from shardwise.errors import PlanError
+from shardwise.files import write_whole
 from shardwise.graph import Layer, LayerGraph
 from shardwise.strategies import strategy_of
 
@@ -184,7 +185,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         try:
-            Path(path).write_text(self.to_json())
+            write_whole(path, self.to_json())
         except OSError as error:
             raise PlanError(f"the plan file {str(path)!r} cannot be written: {error}") from None
 

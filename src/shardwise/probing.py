@@ -181,9 +181,7 @@ def _steps(question: Question, comm: Communicator) -> list[float]:
 
 def _keep(found: list[Found]) -> None:
     """Adds the median over ranks of every new time to the table on disk."""
-    table = TimeTable.load(found[0].device)
-    table.seconds.update(_median_times([own.times for own in found]))
-    table.save()
+    TimeTable(found[0].device, _median_times([own.times for own in found])).save()
 
 
 def _median_times(ranks: list[Times]) -> Times:

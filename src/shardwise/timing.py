@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardwise.cluster import Cluster
 from shardwise.config import AXES, Config
 from shardwise.cost import Roofline, Timer
 from shardwise.errors import ShardwiseError
+from shardwise.files import alone_with, write_whole
 from shardwise.graph import Layer, LayerGraph
 from shardwise.strategies import Split, strategy_of
 
@@ -117,13 +117,17 @@ class TimeTable:
         return cls(device, times)
 
     def save(self) -> None:
-        """Replaces the file in one go, so that a crash leaves the old one."""
+        """Adds these times to those on disk, where another may have put some meanwhile."""
         path = self.path(self.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"format": FORMAT, "device": self.device, "seconds": self.seconds}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(data, file)
-        os.replace(file.name, path)
+        try:
+            with alone_with(path):
+                known = TimeTable.load(self.device).seconds
+                data = {"format": FORMAT, "device": self.device, "seconds": known | self.seconds}
+                write_whole(path, json.dumps(data))
+        except OSError as error:
+            raise ShardwiseError(
+                f"the measured times cannot be kept in {str(path)!r}: {error.strerror or error}"
+            ) from None
 
     def missing(self, wanted: Iterable[Work]) -> list[Work]:
         """The works that are not measured yet, each once."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
+from shardwise.files import write_whole
 
 LANES = ("compute", "transfers", "gradients")
 
@@ -152,7 +153,7 @@ class Trace:
     def save(self, path: str | Path, ranks: int = 64) -> None:
         """Writes the Perfetto form to a file."""
         try:
-            Path(path).write_text(json.dumps(self.to_perfetto(ranks)))
+            write_whole(path, json.dumps(self.to_perfetto(ranks)))
         except OSError as error:
             message = f"the trace file {str(path)!r} cannot be written: {error}"
             raise ShardwiseError(message) from None

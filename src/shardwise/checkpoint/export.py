@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Piece
 from shardwise.checkpoint.reader import Reader
 from shardwise.errors import ShardwiseError
+from shardwise.files import replacing
 
 SUBFOLDER = "checkpoints"
 Tensors = dict[str, torch.Tensor]
@@ -34,16 +34,22 @@ def export(run: str | Path, out: str | Path, step: int | None = None) -> Path:
         raise ShardwiseError(f"{out} must end in {' or '.join(KINDS)}")
     folders = StepFolders(Path(run) / SUBFOLDER)
     state = read_state(folders.of_step(step, folders.complete()))
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        KINDS[out.suffix](state, temporary)
-        os.replace(temporary, out)
+        with replacing(out) as new:
+            KINDS[out.suffix](state, new)
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ShardwiseError(f"{out} cannot be written: {reason}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise ShardwiseError(f"{out} cannot be written: {_reason(error)}") from None
     return out
+
+
+def _reason(error: BaseException) -> str:
+    """What the system refused; torch covers that up with what it meant for its file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause)
+        cause = cause.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def read_state(folder: Path) -> Tensors:

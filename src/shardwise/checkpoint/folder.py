@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import sync
 
 COMPLETE = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?")  # saved again: step-00000010-1
 HIDDEN = ".saving-", ".removing-"
@@ -88,15 +89,6 @@ class StepFolders:
             for path in self.folder.iterdir():
                 if path.name.startswith(HIDDEN):
                     shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Returns when a folder's entries are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.document import NAME, Chunk, Document, Stored, Values
-from shardwise.checkpoint.folder import StepFolders, sync, writing_to
+from shardwise.checkpoint.folder import StepFolders, writing_to
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.documents import first_mistake
 from shardwise.errors import ShardwiseError
+from shardwise.files import sync
 
 
 @dataclass(frozen=True)

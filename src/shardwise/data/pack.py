@@ -14,6 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import sync
 
 from .source import Source, check_on_error
 from .store import HEADER, LABEL, LABELS, Description, Header, Stripe, stripe_name
@@ -48,7 +49,7 @@ def pack(
             left_out = _Writer(source, unfinished, num_stripes).write(on_error, sample_done)
             unfinished.chmod(0o755)
             unfinished.rename(folder)
-            _sync_folder(folder.parent)
+            sync(folder.parent)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -133,7 +134,7 @@ class _Writer:
         file = _File(self.folder / HEADER)
         file.write(header.to_json().encode())
         file.close()
-        _sync_folder(self.folder)
+        sync(self.folder)
 
 
 def describe(source: Source) -> Description:
@@ -153,11 +154,3 @@ def describe(source: Source) -> Description:
 
 def _little(dtype: np.dtype) -> str:
     return dtype.newbyteorder("<").str
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.files import alone_with, write_whole
 from shardwise.kernels.native import library
 from shardwise.kernels.run import INEXACT, STOCK, workspace_bytes
 from shardwise.kernels.shape import ConvShape
@@ -50,20 +49,19 @@ class Winners:
 
         Where nothing can be written, which is said, the times are those of this process alone.
         """
+        try:
+            with alone_with(self.path):
+                write_whole(self.path, json.dumps(self._merged(), indent=1))
+        except OSError as error:
+            warnings.warn(f"times of kernels cannot be kept in {self.path} ({error})", stacklevel=2)
+
+    def _merged(self) -> dict[str, Any]:
+        """What the file should say."""
         merged = Winners.load(self.threads).seconds
         for shape, directions in self.seconds.items():
             for direction, times in directions.items():
                 merged.setdefault(shape, {}).setdefault(direction, {}).update(times)
-        data = {"format": FORMAT, "cpu": cpu_name(), "threads": self.threads, "seconds": merged}
-        part = self.path.with_name(f"{self.path.name}.{threading.get_native_id()}.tmp")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(data, indent=1))
-            os.replace(part, self.path)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            warnings.warn(f"times of kernels cannot be kept in {self.path} ({error})", stacklevel=2)
+        return {"format": FORMAT, "cpu": cpu_name(), "threads": self.threads, "seconds": merged}
 
     def times(self, shape: ConvShape, direction: str) -> Times:
         return self.seconds.get(shape.key, {}).get(direction, {})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import write_whole
 
 SCRIPTS = ("base.js", "plan.js", "bars.js", "timeline.js", "charts.js", "page.js")
 
@@ -39,6 +40,6 @@ def _embedded(data: dict[str, Any]) -> str:
 def write_page(path: str | Path, data: dict[str, Any]) -> None:
     """Writes the page to a file."""
     try:
-        Path(path).write_text(render(data), encoding="utf-8", errors="replace")
+        write_whole(path, render(data).encode(errors="replace"))
     except OSError as error:
         raise ShardwiseError(f"the report {str(path)!r} cannot be written: {error}") from None

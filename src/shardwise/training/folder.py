@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
+from shardwise.files import write_whole
 from shardwise.launch import num_restarts
 from shardwise.report.run import CONFIG, METRICS, PLAN, TRACE
 from shardwise.trace import Trace
@@ -69,8 +70,8 @@ class RunFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
-            (self.path / PLAN).write_text(plan_json)
+            write_whole(self.path / CONFIG, json.dumps(settings, indent=1) + "\n")
+            write_whole(self.path / PLAN, plan_json)
             self._metrics = (self.path / METRICS).open("ab")
             if self._metrics.tell() > (resumed_bytes or 0):
                 self._metrics.truncate(resumed_bytes or 0)
