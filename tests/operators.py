@@ -196,6 +196,7 @@ class Noise(nn.Module):
         x = self.norm(x * keep) + torch.rand(x.shape[2:], dtype=x.dtype)
         coin = torch.bernoulli(torch.sigmoid(x.detach()))
         x = functional.rrelu(x, training=True) * coin[:, torch.randperm(8)]
+        x = functional.dropout(x * 2, 0.2, inplace=True)
         return self.drop(x) + torch.empty_like(x).uniform_(-1, 1)
 
 

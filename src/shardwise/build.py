@@ -21,6 +21,7 @@ from shardwise.operators import (
     MADE,
     OPERATORS,
     OTHERWISE_IN_PLACE,
+    OVERWRITING,
     POINTWISE,
     Request,
 )
@@ -454,8 +455,9 @@ def _is_made(node: fx.Node, name: str) -> bool:
         return len(tensors) <= (name.endswith("_like") or name.startswith("new_"))
     if not _draws(node):
         return False
-    overwrites = is_in_place(node) or name.endswith("_like") or node.target is _BERNOULLI
-    return len(tensors) <= overwrites
+    overwrites = is_in_place(node) and name in OVERWRITING
+    only_like = name.endswith("_like") or node.target is _BERNOULLI
+    return len(tensors) <= (overwrites or only_like)
 
 
 _BERNOULLI = torch.ops.aten.bernoulli.p

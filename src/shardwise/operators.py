@@ -84,7 +84,9 @@ def _linear(args: Args, shape: Shapes) -> Request:
     return Request("linear", tensors, batch_missing=len(shape(args["input"])) == 1)
 
 
-def _batch_norm(args: Args, shape: Shapes) -> Request:
+def _batch_norm(args: Args, shape: Shapes) -> Request | None:
+    if len(shape(args["input"])) < 2:
+        return None
     names = ("input", "weight", "bias", "running_mean", "running_var")
     return Request("batch_norm", tuple(args[n] for n in names), {"eps": args["eps"]})
 
@@ -264,6 +266,10 @@ MADE = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Operators that fill a tensor with random numbers, whatever was in it.
+OVERWRITING = frozenset(
+    "bernoulli uniform normal exponential cauchy log_normal geometric random".split()  # noqa: SIM905
+)
 # Operators whose derivative is another one in place: from the result, or none at all.
 OTHERWISE_IN_PLACE = frozenset(
     """

@@ -24,13 +24,26 @@ from shardwise.strategies.pointwise import is_active
 class Grouping:
     """How the elements of a local block fall into groups that share their statistics."""
 
-    def __init__(self, dims: tuple[int, ...], shape: tuple[int, ...], groups: Any = None) -> None:
+    def __init__(
+        self,
+        dims: tuple[int, ...],
+        shape: tuple[int, ...],
+        sums: tuple[int, ...],
+        groups: Any = None,
+    ) -> None:
         self.dims = dims  # summed over
         self.kept = [1 if dim in dims else size for dim, size in enumerate(shape)]
+        self.sums = sums[0], sums[1], prod(sums[2:])  # of what is summed: two numbers per group
         self.groups = groups  # a one-hot [channels, groups], where channels share statistics
 
+    def nothing(self, x: torch.Tensor) -> torch.Tensor:
+        """What a rank without elements adds."""
+        return x.new_zeros(self.sums, dtype=torch.float64)
+
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        sums = x.sum(self.dims, keepdim=True, dtype=torch.float64).flatten(1)
+        sums = x.double()
+        if self.dims:  # else torch would sum over all
+            sums = x.sum(self.dims, keepdim=True, dtype=torch.float64).flatten(1)
         return sums if self.groups is None else sums @ self.groups
 
     def expand(self, stats: torch.Tensor) -> torch.Tensor:
@@ -43,11 +56,12 @@ class Grouping:
         The local mean and variance are computed first: squares of float32 are never summed.
         """
         if x.numel() == 0:
-            zeros = x.new_zeros([self.kept[0], prod(self.kept[1:])], dtype=torch.float64)
-            return torch.stack([zeros if self.groups is None else zeros @ self.groups] * 2)
+            return self.nothing(x)
         count = prod(x.shape[dim] for dim in self.dims)
-        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
-        mean, var = mean.double().flatten(1), var.double().flatten(1)
+        mean, var = x.double(), x.new_zeros(x.shape, dtype=torch.float64)
+        if self.dims:
+            var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+            mean, var = mean.double().flatten(1), var.double().flatten(1)
         sums = torch.stack([mean * count, (var + mean * mean) * count])
         return sums if self.groups is None else sums @ self.groups
 
@@ -65,6 +79,8 @@ class Normalize(torch.autograd.Function):
         ctx.bias = bias is not None
         ctx.grouping, ctx.count, ctx.total = grouping, count, total
         ctx.mark_non_differentiable(mean, var)
+        if x.numel() == 0:
+            return torch.empty_like(x), mean, var
         scale = grouping.expand(rstd).to(x.dtype)
         y = (x - grouping.expand(mean).to(x.dtype)) * scale
         if weight is not None:
@@ -75,6 +91,10 @@ class Normalize(torch.autograd.Function):
     def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
         x, weight, mean, rstd = ctx.saved_tensors
         grouping, count = ctx.grouping, ctx.count
+        if x.numel() == 0:
+            ctx.total(grouping.nothing(x))
+            dw = None if weight is None else torch.zeros_like(weight)
+            return torch.empty_like(x), dw, dw if ctx.bias else None, None, None, None, None
         scale = grouping.expand(rstd).to(x.dtype)
         normal = (x - grouping.expand(mean).to(x.dtype)) * scale
         dw = db = None
@@ -227,11 +247,16 @@ class BatchNorm(Norm):
         return momentum
 
 
+def _splits_space(split: Split) -> bool:
+    """Whether a dimension behind samples and channels is cut, whatever its label."""
+    return any(split.dim_degree(dim) > 1 for dim in range(2, len(split.layer.shape)))
+
+
 class InstanceNorm(Norm):
     """Statistics per sample and channel, over space."""
 
     def sums(self, split: Split) -> Layout | None:
-        if split.degree("d", "h", "w") == 1:
+        if not _splits_space(split):
             return None
         shape = (2, *split.layer.shape[:2])
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), split.dim_ranges(1)])
@@ -242,7 +267,7 @@ class InstanceNorm(Norm):
         if local.sums is None:
             fixed = (True, 0.0, local.attrs["eps"], torch.backends.cudnn.enabled)
             return torch.instance_norm(x, weight, bias, None, None, *fixed)
-        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape))
+        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), local.sums.shape)
         count = prod(local.layer.shape[2:])
         return self.normalize(local, x, weight, bias, grouping, count)[0]
 
@@ -260,7 +285,7 @@ class GroupNorm(Norm):
     def sums(self, split: Split) -> Layout | None:
         channels, groups = split.layer.shape[1], split.layer.attrs["groups"]
         aligned = groups % split.dim_degree(1) == 0
-        if split.degree("d", "h", "w") == 1 and (aligned or split.dim_degree(1) == 1):
+        if not _splits_space(split) and (aligned or split.dim_degree(1) == 1):
             return None
         assert channels % groups == 0
         shape = (2, split.layer.shape[0], groups)
@@ -276,7 +301,7 @@ class GroupNorm(Norm):
         start, stop = local.output.starts[1], local.output.stops[1]
         index = torch.arange(start, stop, device=x.device) // per_group - start // per_group
         one_hot = functional.one_hot(index, -(-stop // per_group) - start // per_group).double()
-        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), one_hot)
+        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), local.sums.shape, one_hot)
         count = per_group * prod(local.layer.shape[2:])
         return self.normalize(local, x, weight, bias, grouping, count)[0]
 
@@ -302,7 +327,7 @@ class LayerNorm(Norm):
         lead = x.ndim - num_dims
         if local.sums is None:
             return functional.layer_norm(x, x.shape[lead:], weight, bias, local.attrs["eps"])
-        grouping = Grouping(tuple(range(lead, x.ndim)), tuple(x.shape))
+        grouping = Grouping(tuple(range(lead, x.ndim)), tuple(x.shape), local.sums.shape)
         count = prod(local.layer.shape[lead:])
         return self.normalize(local, x, weight, bias, grouping, count)[0]
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.box import Box
+from shardwise.errors import ShardwiseError
 from shardwise.graph import Layer
 from shardwise.layout import Layout
 from shardwise.strategies.base import Local, Need, Split, Strategy, broadcast, narrow
@@ -167,5 +168,11 @@ class Opaque(Strategy):
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         result = local.layer.call(tensors)
         item = local.attrs["item"]
-        y = (result if item is None else result[item]).reshape(local.layer.shape)
+        made, layer = result if item is None else result[item], local.layer
+        if tuple(made.shape) != (() if layer.scalar else layer.shape):
+            raise ShardwiseError(
+                f"layer {layer.name!r} ({layer.attrs['called']}) made a tensor of shape "
+                f"{tuple(made.shape)} where torch.export had announced {layer.shape}"
+            )
+        y = made.reshape(layer.shape)
         return y.reshape(-1)[:0].reshape(local.output.shape) if local.output.empty else y
