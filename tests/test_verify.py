@@ -15,7 +15,7 @@ from shardwise import Plan, ShardwiseError, capture
 from shardwise.comm.in_process import World
 from shardwise.graph import Layer
 from shardwise.handle import Handle
-from shardwise.verify import TOLERANCE, Comparison, compare, noise
+from shardwise.verify import TOLERANCE, Comparison, compare, noise, trial
 from shardwise.verify.comparison import differences
 
 
@@ -120,7 +120,7 @@ def test_an_operator_that_is_wrong_on_a_part_of_the_samples_is_found(
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     results = compared(seeded(model), X, n=2)
     worst = max(results, key=lambda c: c.severity)
-    assert {"output 0", "2.weight"} <= failed(results)
+    assert {"output", "2.weight"} <= failed(results)
     assert worst.error > 0.1 and worst.noise is not None and worst.noise < 1e-13
 
 
@@ -219,6 +219,14 @@ def test_tolerances_follow_the_dtype() -> None:
         assert not failed(results) and all(c.error > TOLERANCE for c in results)
 
 
+def test_outputs_have_the_names_of_their_places() -> None:
+    model = seeded(Outputs(lambda y: {"classes": (y, y > 0)}))
+    names = [c.name for c in compared(model, X, training=False, n=2)]
+    assert names == ["output['classes'][0]", "output['classes'][1]"]
+    found, expected = trial._outputs((X, X)), trial._outputs({"a": X, "b": X})
+    assert len(failed(differences(found, expected))) == 4
+
+
 class Outputs(nn.Module):
     """A model that returns whatever is made of its last layer."""
 
@@ -238,11 +246,12 @@ class Outputs(nn.Module):
         lambda y: y > 0,
         lambda y: (y.relu() + 0.0).log(),
         lambda y: torch.complex(y, y * y),
+        lambda y: torch.complex(y, y * y).conj(),
         lambda y: (y.detach(), y.sum(1)),
         lambda y: y.detach(),
     ],
-    ids=["integers too", "only integers", "a mask", "infinite", "complex", "some detached",
-         "detached"],
+    ids=["integers too", "only integers", "a mask", "infinite", "complex", "conjugate",
+         "some detached", "detached"],
 )  # fmt: skip
 def test_outputs_of_every_kind_are_compared(returned: Callable[[torch.Tensor], Any]) -> None:
     results = compared(seeded(Outputs(returned)), X, n=2)

@@ -56,6 +56,11 @@ class Comparison:
     origin: str = ""
 
     @property
+    def label(self) -> str:
+        """Kind and name, as one says it."""
+        return self.name if self.name.startswith(self.kind) else f"{self.kind} {self.name}"
+
+    @property
     def limit(self) -> float:
         """How large the error may be."""
         return max(self.tolerance, FACTOR * (self.noise or 0.0))

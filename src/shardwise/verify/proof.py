@@ -93,5 +93,5 @@ def _sum(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     value = value.detach().cpu()
-    value = torch.view_as_real(value) if value.is_complex() else value
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return repr(float(value.contiguous().double().sum()))

@@ -9,7 +9,7 @@ from shardwise.plan import Plan
 from shardwise.verify.comparison import FACTOR, Comparison
 
 KINDS = ("output", "loss", "gradient", "statistics", "weight")
-MOST_NAMED = 3  # faults of a plan that are told in words
+MOST_NAMED = 3  # tensors that differ
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,24 @@ class PlanResult:
 def summary(results: Sequence[PlanResult]) -> list[str]:
     """A few sentences about all plans; the last one has the verdict."""
     comparisons = [c for result in results for c in result.comparisons]
-    faults = dict.fromkeys(f"{c.kind} {c.name}: {c.fault}" for c in comparisons if c.fault)
     plans = f"{_count(len(results), 'plan')} on {_count(results[0].plan.world, 'worker')}"
     failed = sum(not result.passed for result in results)
     verdict = f"{_count(failed, 'plan')} FAILED" if failed else "equal to one device"
     tensors = f"{_count(len(comparisons), 'tensor')} compared"
     return [
-        *list(faults)[:MOST_NAMED],
+        *_about_failures(comparisons),
         *_about_noise(comparisons),
         f"{plans}, {tensors}: {verdict} ({_worst(comparisons)})",
     ]
+
+
+def _about_failures(comparisons: Sequence[Comparison]) -> list[str]:
+    """The worst tensors by name, with what is wrong where that is not a matter of numbers."""
+    failed = sorted((c for c in comparisons if not c.passed), key=lambda c: -c.severity)
+    names = [c.label + (f" ({c.fault})" if c.fault else "") for c in failed]
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return [f"different: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
 
 
 def _about_noise(comparisons: Sequence[Comparison]) -> list[str]:
@@ -95,7 +103,7 @@ def _worst(comparisons: Sequence[Comparison]) -> str:
     worst = max(comparisons, key=lambda c: (c.severity, c.error))
     known = f"relative error {worst.error:.1e}, limit {limit_of(worst)}"
     if any(c.noise is not None for c in comparisons):
-        return f"worst: {worst.kind} {worst.name}, {known}"
+        return f"worst: {worst.label}, {known}"
     return f"largest {known}"
 
 

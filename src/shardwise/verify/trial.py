@@ -61,9 +61,12 @@ def _train(model: nn.Module, inputs: tuple[torch.Tensor, ...], num_steps: int) -
 
 
 def _outputs(output: Any) -> Found:
+    """Every leaf by its place, so that another nesting is a difference too."""
     return {
-        ("output", f"output {index}"): y.detach().clone() if isinstance(y, torch.Tensor) else y
-        for index, y in enumerate(pytree.tree_leaves(output))
+        ("output", f"output{pytree.keystr(place)}"): (
+            y.detach().clone() if isinstance(y, torch.Tensor) else y
+        )
+        for place, y in pytree.tree_leaves_with_path(output)
     }
 
 
@@ -78,7 +81,7 @@ def _loss(output: Any) -> torch.Tensor | None:
 
 
 def _part(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    y = (torch.view_as_real(y) if y.is_complex() else y).double()
+    y = (torch.view_as_real(y.resolve_conj()) if y.is_complex() else y).double()
     y = y.masked_fill(~y.detach().isfinite(), 0.0)
     target = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.device)
     scale = y.detach().square().mean().sqrt() + 1e-6
