@@ -3,12 +3,16 @@ TORCH := torch==2.13.0
 # What other people wrote, to try Shardwise on; without what they depend on, which is not used.
 OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0
 
+# A contributor's loop: these take about a minute.
+QUICK := $(patsubst %,tests/test_%.py,layout transfer in_process types capture plan schedules pipeline) \
+  tests/test_operators.py::test_an_operator_split_in_two_equals_one_device
+
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train test test-deep lint format bench outside clean
+.PHONY: help setup browser train quick test test-deep lint format bench outside clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,12 +30,15 @@ train: setup  ## train a small network on two local workers
 	$(BIN)/shardwise train
 
 # Workers share the cores of this machine, so each computes with one thread.
-test test-deep: export OMP_NUM_THREADS := 1
+quick test test-deep: export OMP_NUM_THREADS := 1
 
 browser:  # for the tests of the report, which are skipped without one
 	@command -v chromium chromium-browser >/dev/null || \
 	  { test "$$(id -u)" = 0 && apt-get install -y -qq chromium >/dev/null 2>&1; } || \
 	  echo "no chromium: tests of the report in a browser are skipped"
+
+quick: setup  ## a minute of tests: geometry, messages, capture, every operator on two ranks
+	$(BIN)/python -m pytest -q $(QUICK)
 
 test: setup browser  ## run the tests
 	$(BIN)/python -m pytest

@@ -13,6 +13,14 @@ UNIFORM = [{"n": 4}, {"h": 2, "w": 2}, {"n": 2, "h": 2}, {"c": 4}, {"f": 4}, {"c
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_split_in_two_equals_one_device(name: str) -> None:
+    module, shape = OPERATORS[name]
+    module, x = seeded(module), seeded_input(shape)
+    graph = capture(module, x)
+    assert_exact(module, x, [Plan.random(graph, 2, seed=1), Plan.uniform(graph, h=2)], graph)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_under_any_plan_equals_one_device(name: str) -> None:
     module, shape = OPERATORS[name]
     module, x = seeded(module), seeded_input(shape)
