@@ -115,7 +115,7 @@ class Builder:
     ) -> None:
         """An operator on its first tensor in another shape: that of one sample, or of rows."""
         first, *others = request.tensors
-        lifted = self._add(node, Request("view", (first,)), shape=given)
+        lifted = self._add(node, Request("view", (first,)), shape=given, dims=default_dims(given))
         result = self._add(node, replace(request, tensors=(lifted, *others)), shape=made)
         self._add(node, Request("view", (result,)))
 
@@ -198,6 +198,7 @@ class Builder:
         request: Request | None,
         name: str | None = None,
         shape: tuple[int, ...] | None = None,
+        dims: str | None = None,
     ) -> Operand:
         """Makes the layer of this request and lets the node stand for its output."""
         shape = self._shape(node.meta["val"]) if shape is None else shape
@@ -217,7 +218,7 @@ class Builder:
             op=request.op,
             operands=tuple(o for o in operands if o is not None),
             shape=shape,
-            dims=label_dims(request.op, attrs, shape, inputs),
+            dims=dims or label_dims(request.op, attrs, shape, inputs),
             attrs=attrs,
             dtype=node.meta["val"].dtype,
             scalar=node.meta["val"].ndim == 0 and shape == (1,),
