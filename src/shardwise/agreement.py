@@ -7,7 +7,7 @@ a word. Each rank sends a few numbers to all others; who differs from rank 0 is 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -61,6 +61,24 @@ class Call:
         return ""
 
 
+class Disagreement(ShardwiseError):
+    """What ranks do not have in common; raised on all of them, so that they stay in step."""
+
+
+def agree_to_start(refusal: Exception | None, facts: Mapping[str, str], comm: Communicator) -> None:
+    """Raises on all ranks where one cannot start, or has other facts than rank 0."""
+    first, *others = everyone = comm.gather_objects((str(refusal or ""), facts))
+    refusing = [rank for rank, (reason, _) in enumerate(everyone) if reason]
+    if refusal is not None:
+        raise refusal
+    if refusing:
+        raise Disagreement(f"rank {refusing[0]} refuses: {everyone[refusing[0]][0]}")
+    for rank, (_, other) in enumerate(others, start=1):
+        for name, fact in other.items():
+            if fact != first[1][name]:
+                raise Disagreement(f"rank {rank} was started with another {name} than rank 0")
+
+
 def agree(call: Call, refusal: Exception | None, comm: Communicator) -> None:
     """Raises on all ranks where one cannot run its call, or is about to run another than rank 0."""
     if comm.size > 1:
@@ -69,11 +87,11 @@ def agree(call: Call, refusal: Exception | None, comm: Communicator) -> None:
         if refusing:
             reasons = comm.gather_objects(str(refusal or ""))
             if refusal is None:
-                raise ShardwiseError(f"rank {refusing[0]} refuses: {reasons[refusing[0]]}")
+                raise Disagreement(f"rank {refusing[0]} refuses: {reasons[refusing[0]]}")
         for rank, other in enumerate(calls if not refusing else ()):
             difference = other.difference(calls[0])
             if difference:
-                raise ShardwiseError(f"rank {rank} {difference}")
+                raise Disagreement(f"rank {rank} {difference}")
     if refusal is not None:
         raise refusal
 
@@ -84,7 +102,7 @@ def agree_on(number: int, otherwise: str, comm: Communicator) -> None:
         (first,), *others = gather_numbers((number,), comm)
         for rank, (other,) in enumerate(others, start=1):
             if other != first:
-                raise ShardwiseError(f"rank {rank} {otherwise}")
+                raise Disagreement(f"rank {rank} {otherwise}")
 
 
 def gather_numbers(numbers: Sequence[int], comm: Communicator) -> list[list[int]]:
@@ -119,6 +137,8 @@ def together(comm: Communicator) -> Iterator[None]:
     """Within, a rank that fails tells all others why, which then end at once."""
     try:
         yield
+    except Disagreement:
+        raise
     except BaseException as error:
         abort = getattr(comm, "abort", None)
         if comm.size > 1 and abort is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +18,8 @@ from shardwise.build import Builder
 from shardwise.errors import CaptureError
 from shardwise.functional import functional
 from shardwise.graph import LayerGraph
+
+MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
 
 def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
@@ -78,7 +81,8 @@ class Captured:
             if isinstance(size, torch.SymInt)
             for symbol in size.node.expr.free_symbols
         }
-        self._graphs: dict[int, LayerGraph] = {}
+        self._graphs: dict[int, LayerGraph] = {}  # the last used is last
+        self._lock = threading.Lock()
 
     @property
     def batch_is_free(self) -> bool:
@@ -91,10 +95,16 @@ class Captured:
                 f"this model was captured for batches of {self._fixed_batch} only (its forward "
                 f"depends on the batch size), and got {batch} samples"
             )
-        if batch not in self._graphs:
-            alone = self._of_one_sample() if batch == 1 and self.batch_is_free else None
-            self._graphs[batch] = alone or Builder(self, batch).build()
-        return self._graphs[batch]
+        with self._lock:  # a loader asks beside the pass that runs
+            graph = self._graphs.pop(batch, None) or self._build(batch)
+            self._graphs[batch] = graph
+            while len(self._graphs) > MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        return graph
+
+    def _build(self, batch: int) -> LayerGraph:
+        alone = self._of_one_sample() if batch == 1 and self.batch_is_free else None
+        return alone or Builder(self, batch).build()
 
     def _of_one_sample(self) -> LayerGraph | None:
         """The graph of a single sample, captured by itself.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.agreement import agree_on, checksum, together
+from shardwise.agreement import agree_on, agree_to_start, checksum, together
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
@@ -46,20 +46,31 @@ def parallelize(
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
+    comm = (comm or Communicator()).summing_as(cluster)
+    state, refusal = None, None
+    try:
+        _check(model, plan, comm)
+        graphs = graphs or ModelGraphs(model, plan.inputs, plan.input_dtypes)
+        state = State(plan, output, comm, graphs, gradients or Engine(), precision)
+    except Exception as error:  # all ranks must hear of it before they wait for this one
+        refusal = error
+    agree_to_start(refusal, state.facts if state else {}, comm)
+    assert state is not None
+    with together(comm):
+        comm.prepare(())
+        return _wrap(model, state)
+
+
+def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelModel):
             what = f"its module {name!r}" if name else "it"
             raise ShardwiseError(f"the model cannot be made parallel: {what} is parallel already")
-    comm = (comm or Communicator()).summing_as(cluster)
     if plan.world != comm.size:
         raise PlanError(
             f"the plan is for {plan.world} workers, but {comm.size} are running; start "
             f"{plan.world}, or make a plan for {comm.size}"
         )
-    with together(comm):
-        graphs = graphs or ModelGraphs(model, plan.inputs, plan.input_dtypes)
-        state = State(plan, output, comm, graphs, gradients or Engine(), precision)
-        return _wrap(model, state)
 
 
 def of(model: nn.Module) -> Handle:

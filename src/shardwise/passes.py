@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from shardwise.agreement import Call, agree, checksum, gather_numbers, together
+from shardwise.agreement import Call, Disagreement, agree, checksum, gather_numbers, together
 from shardwise.box import Box
 from shardwise.comm import About
 from shardwise.errors import PlanError, ShardwiseError
@@ -285,7 +285,7 @@ def _used(program: Program, gradients: Sequence[Any], state: State) -> list[str]
     rows = gather_numbers([name in here for name in names], state.comm)
     for rank, row in enumerate(rows):
         if row != rows[0] and state.output == "full":
-            raise ShardwiseError(
+            raise Disagreement(
                 f"the loss of rank {rank} depends on other outputs than that of rank 0; every rank "
                 "must compute the same loss"
             )

@@ -251,7 +251,10 @@ class Runtime:
     def _run_backward(self, run: Run, flow: _Flow, sums: GradientSums, params: Tensors) -> None:
         tape = self.tapes.pop(id(run), None)
         if tape is None:
-            raise RuntimeError("backward through the same forward pass a second time")
+            raise RuntimeError(
+                "backward through the same forward pass a second time: a parallel model keeps "
+                "nothing for it (retain_graph has no effect); add up the losses and go back once"
+            )
         outputs, gradients = [], []
         for name in run.outputs:
             gradient = flow.take(name, None)

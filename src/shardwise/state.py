@@ -50,10 +50,8 @@ class State:
         self.precision = PRECISIONS[precision]
         self.lane = comm.in_lane("gradients")
         graph = graphs(True, plan.inputs[0][0])
-        self.agree(plan.to_json(), "was started with another plan than rank 0")
-        self.agree(graph.signature, "was started with another model than rank 0")
         plan.check(graph)
-        comm.prepare(())
+        self.facts = {"plan": plan.to_json(), "model": graph.signature}  # the same on all ranks
         self._prepared: set[tuple[int, ...]] = set()  # groups of ranks that can talk
         self._engines = engine.choices(sum(1 for layer in graph.layers if layer.params))
         self.layouts = param_layouts(graph, plan)
@@ -95,13 +93,6 @@ class State:
         """The same as named_parameters, without a walk over all modules, which every step needs."""
         found = ((name, table[leaf]) for name, leaf, table in self._places)
         return {name: param for name, param in found if param is not None}
-
-    def agree(self, value: str, otherwise: str) -> None:
-        """Raises on every rank where some rank's value differs from rank 0's."""
-        first, *others = self.comm.gather_objects(value)
-        for rank, other in enumerate(others, start=1):
-            if other != first:
-                raise ShardwiseError(f"rank {rank} {otherwise}")
 
     def graph_for(self, inputs: tuple[torch.Tensor, ...], samples: int) -> LayerGraph:
         """The graph of the next pass: its layers' types depend on what the model is given."""
