@@ -144,7 +144,7 @@ def test_hooks_of_parameters_see_the_whole_gradient_of_a_block_once() -> None:
         model.second.weight.register_post_accumulate_grad_hook(triple)
         first, others = model(x)
         (first.square().sum() + others["second"].sum()).backward()
-        return len(seen)
+        return len(seen) <= 1  # a rank without a block has nothing to see
 
     same(seeded(Heads()), seeded_input(SHAPE), use)
 

@@ -323,3 +323,36 @@ def test_a_parallel_part_of_a_model_saves_and_loads_with_it() -> None:
         close(y, other.eval()(x))
         assert [*state] == [*other.state_dict()]
         assert all(torch.equal(state[name], t) for name, t in other.state_dict().items())
+
+
+def test_hooks_that_would_never_run_and_modules_that_would_never_be_used_are_refused() -> None:
+    x = seeded_input(SHAPE)
+    model = alone(seeded(Colliding()), x)
+    for register in (
+        model.blocks[0].register_forward_hook,
+        model.norms.register_forward_pre_hook,
+        model.head.register_full_backward_hook,
+    ):
+        with pytest.raises(ShardwiseError, match=r"a hook of module '.*' would never run"):
+            register(lambda *_: None)
+    for change in (
+        lambda: setattr(model, "head", nn.Linear(4, 3)),
+        lambda: model.blocks.append(nn.ReLU()),
+        lambda: delattr(model, "norms"),
+    ):
+        with pytest.raises(ShardwiseError, match="is parallel: change the modules of the original"):
+            change()
+    seen: list[Any] = []
+    model.register_forward_hook(lambda _, inputs, y: seen.append(y.shape))
+    model.register_full_backward_hook(lambda *_: seen.append("back"))
+    copy.deepcopy(model)(x).sum().backward()
+    assert seen == [(4, 5), "back"]
+
+
+def test_a_compiled_parallel_model_is_the_parallel_model() -> None:
+    plain, x = seeded(Colliding()), seeded_input(SHAPE)
+    model = alone(plain, x)
+    compiled: Any = torch.compile(model)
+    close(compiled(x), plain(x))
+    compiled(x).sum().backward()
+    assert model.head.weight.grad is not None

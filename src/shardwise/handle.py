@@ -57,7 +57,7 @@ class Handle:
 
     def input_box(self, batch: int, index: int = 0) -> Box:
         """The part of a global batch that this rank reads when it is given parts."""
-        graph = self._state.graph(self._model.training, batch)
+        graph = self._state.graph(True, batch)  # inputs are the same in both modes
         return layer_layout(graph, self.plan, graph.inputs[index])[self.comm.rank]
 
     def output_box(self, batch: int, index: int = 0) -> Box:

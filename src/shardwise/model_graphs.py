@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -54,25 +55,34 @@ class ModelGraphs:
             if id(tensor) not in twins:
                 twins[id(tensor)] = weightless(tensor)
             assign(self._model, name, twins[id(tensor)])
+        self._kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
         self._captured: dict[tuple[bool, Kinds], Captured] = {}  # the last used is last
+        self._lock = threading.RLock()  # a loader asks beside the pass that runs
 
     def __call__(self, training: bool, batch: int) -> LayerGraph:
         """The graph for inputs and parameters as they were last."""
-        kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
-        return self._of(training, kinds).graph(batch)
+        with self._lock:
+            return self._of(training).graph(batch)
 
     def typed(self, training: bool, batch: int, kinds: Kinds) -> LayerGraph:
         """The graph where inputs and parameters are of these types."""
+        with self._lock:
+            if kinds != self._kinds:
+                self._retype(kinds)
+            return self._of(training).graph(batch)
+
+    def _retype(self, kinds: Kinds) -> None:
+        """Inputs and parameters become of these types."""
         self._inputs = tuple(
             x.to(dtype) for x, dtype in zip(self._inputs, kinds.inputs, strict=True)
         )
-        named = self._model.named_parameters()
-        for (name, param), dtype in zip(list(named), kinds.stored, strict=True):
+        named = list(self._model.named_parameters())
+        for (_, param), dtype in zip(named, kinds.stored, strict=True):
             if param.dtype != dtype:
-                self._retype(name, param, dtype)
-        return self._of(training, kinds).graph(batch)
+                self._change(param, dtype)
+        self._kinds = kinds
 
-    def _retype(self, name: str, param: torch.Tensor, dtype: torch.dtype) -> None:
+    def _change(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """A parameter, and buffers of what was its type, change theirs as `Module.to` does it."""
         twin = weightless(param.detach().to(dtype))
         for other, tensor in list(named_tensors(self._model)):
@@ -81,8 +91,8 @@ class ModelGraphs:
             elif not isinstance(tensor, nn.Parameter) and tensor.dtype == param.dtype:
                 assign(self._model, other, tensor.to(dtype))
 
-    def _of(self, training: bool, kinds: Kinds) -> Captured:
-        key = training, kinds
+    def _of(self, training: bool) -> Captured:
+        key = training, self._kinds
         captured = self._captured.pop(key, None)
         if captured is None:
             captured = Captured(self._model, self._inputs, training)

@@ -21,7 +21,14 @@ from shardwise.model_graphs import Graphs, ModelGraphs
 from shardwise.passes import run
 from shardwise.plan import Plan
 from shardwise.state import State
-from shardwise.stored import copy_structure, guard_blocks, split_tensors, whole_tensors
+from shardwise.stored import (
+    HOOKS,
+    close_tables,
+    copy_structure,
+    guard_blocks,
+    split_tensors,
+    whole_tensors,
+)
 
 
 def parallelize(
@@ -177,6 +184,7 @@ def _parallel(kind: type[nn.Module]) -> type[ParallelModel]:
 
     def describe(namespace: dict[str, Any]) -> None:
         namespace |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        namespace["forward"] = torch.compiler.disable(ParallelModel.forward)  # is compiled already
 
     return types.new_class(f"Parallel{kind.__name__}", (ParallelModel, kind), exec_body=describe)
 
@@ -185,11 +193,12 @@ def _wrap(model: nn.Module, state: State) -> ParallelModel:
     """A copy of the model whose tensors are this rank's blocks of rank 0's."""
     root: Any = copy_structure(model)
     root.__dict__.pop("forward", None)  # the model's own, which was captured
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+    for hooks in HOOKS:
         getattr(root, hooks).clear()  # those that change what goes in or out were captured, too
     root.__class__ = _parallel(type(model))
     split_tensors(root, state.layouts, state.comm)
     guard_blocks(root, state.layouts, state.comm.rank)
+    close_tables(root)
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)

@@ -135,8 +135,16 @@ def _outputs(state: State, bound: Bound, inputs: Inputs, params: Tensors) -> Seq
     lookup = partial(_lookup, state, bound.graph.constants, leaves)
     runtime = Runtime(bound, lookup, state.precision, state.watch)
     if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
-        return _Node.apply(Pass(state, runtime, params, leaves), *inputs, *params.values())
+        given = frozenset(n for n, p in params.items() if p.numel() or _is_nothing(state, n))
+        made = Pass(state, runtime, params, leaves, given)
+        return _Node.apply(made, *inputs, *(p for n, p in params.items() if n in given))
     return _forward(state, runtime, inputs, record=False)
+
+
+def _is_nothing(state: State, name: str) -> bool:
+    """Whether a parameter has no elements on any rank."""
+    layout = state.layouts.get(name)
+    return layout is None or not layout.numels.any()
 
 
 def _leaf(param: torch.Tensor) -> torch.Tensor:
@@ -219,6 +227,7 @@ class Pass:
     runtime: Runtime
     params: Tensors
     leaves: Tensors  # the parameters as layers saw them
+    given: frozenset[str]  # parameters that are inputs of the node: of others this rank has nothing
 
 
 class _Node(torch.autograd.Function):
@@ -228,7 +237,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, made: Pass, *tensors: torch.Tensor) -> Any:
         ctx.made = made
         ctx.set_materialize_grads(False)
-        inputs = tensors[: len(tensors) - len(made.params)]
+        inputs = tensors[: len(made.runtime.program.inputs)]
         outputs = _forward(made.state, made.runtime, inputs, record=True)
         program = made.runtime.program
         named = zip(program.outputs, outputs, strict=True)
@@ -270,10 +279,10 @@ def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> l
         _input_gradient(state, program, name, inputs.get(name)) if needed else None
         for name, needed in zip(program.inputs, wanted, strict=True)
     ]
-    for name in stored & made.params.keys():
+    for name in made.given & stored:
         if not made.params[name].numel():  # no rank has any of it to sum
             found[name] = torch.zeros_like(made.params[name])
-    return [*summed, *(found.pop(name, None) for name in made.params)]
+    return [*summed, *(found.pop(name, None) for name in made.params if name in made.given)]
 
 
 def _used(program: Program, gradients: Sequence[Any], state: State) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from shardwise.layout import Layout
 from shardwise.transfer import Transfer
 
 Tensors = dict[str, torch.Tensor]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def weightless(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +115,37 @@ def guard_blocks(root: nn.Module, layouts: Mapping[str, Layout], rank: int) -> N
             module.register_load_state_dict_pre_hook(load)
             if path:
                 module.register_forward_pre_hook(partial(_refuse_blocks, path, min(own)))
+
+
+class Closed(dict[Any, Any]):
+    """A table of a module that says why it cannot be changed."""
+
+    def __init__(self, items: Mapping[Any, Any], why: str) -> None:
+        super().__init__(items)
+        self.why = why
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise ShardwiseError(self.why)
+
+    def __delitem__(self, key: Any) -> None:
+        raise ShardwiseError(self.why)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Closed:
+        return Closed(copy.deepcopy(dict(self), memo), self.why)
+
+
+def close_tables(root: nn.Module) -> None:
+    """Children, and hooks of children, cannot change: the model has been captured as it was."""
+    for path, module in root.named_modules():
+        where = f"module {path!r}" if path else "the model"
+        why = f"{where} is parallel: change the modules of the original and make it parallel again"
+        module._modules = Closed(module._modules, why)
+        for hooks in HOOKS if path else ():
+            why = (
+                f"a hook of module {path!r} would never run: layers of a parallel model are run "
+                "without their modules; hooks of the whole model and of parameters do run"
+            )
+            setattr(module, hooks, Closed(getattr(module, hooks), why))
 
 
 def _refuse_blocks(path: str, leaf: str, module: nn.Module, inputs: Any) -> None:
