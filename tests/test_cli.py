@@ -116,6 +116,24 @@ def test_verify_tells_a_fault_in_words(run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "different: output (1 of float64 instead of a scalar)\n" in out
 
 
+def test_verify_draws_whole_numbers_where_inputs_are_of_those(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tmp_path / "conditional.py"
+    source.write_text(
+        "from torch import nn\n"
+        "class Conditional(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.table = nn.Conv2d(3, 4, 3), nn.Embedding(9, 4)\n"
+        "    def forward(self, x, label):\n"
+        "        return self.conv(x) + self.table(label)[:, :, None, None]\n"
+    )
+    given = ["verify", f"{source}:Conditional", "--input", "4x3x6x6", "--workers", "1"]
+    code, out, err = run(*given, "--input", "4:int64:9")
+    assert code == 0 and "equal to one device" in out, err
+    code, _, err = run(*given, "--input", "4:int64:999")
+    assert code == 2 and "fails on one device in layer 'table': IndexError" in err
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_compares_evaluation_in_other_dtypes(run, dtype: str) -> None:  # type: ignore[no-untyped-def]
     code, out, err = run("verify", "digits", "--workers", "1", "--dtype", dtype, "--eval")
@@ -165,6 +183,8 @@ def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-d
         ("verify shardwise.zoo.digits:digits", "the input shape of 'shardwise.zoo.digits:digits'"),
         ("verify digits --input 2x1xax8", "input shape '2x1xax8': dimension 2 is 'a'"),
         ("verify digits --input 2x3x8x8", "Sequential cannot be captured for input 2x3x8x8"),
+        ("verify digits --input 2x1:int65", "input '2x1:int65': 'int65' must be float, bool,"),
+        ("verify digits --input 2x1:bool:x", "input '2x1:bool:x': 'bool:x' must be float, bool,"),
         ("verify digits --split q=2", "split 'q=2': 'q' is not an axis"),
         ("verify digits --workers 2 --split n=4", "split n=4 needs 4 workers, and there are 2"),
         ("verify digits --workers 0", "0 workers: there must be at least 1"),

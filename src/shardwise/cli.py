@@ -31,6 +31,7 @@ from shardwise.tables import explain_table, plan_table, rivals_table, trace_line
 from shardwise.training import Settings
 from shardwise.training import train as run_training
 from shardwise.training.options import with_options
+from shardwise.verify.inputs import parse_input
 from shardwise.verify.model import Request, verify_model
 from shardwise.verify.results import PlanResult, summary
 from shardwise.version import __version__
@@ -104,7 +105,14 @@ Classes = Annotated[
 def verify(
     model: Model,
     workers: Workers = None,
-    shape: Shapes = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="Input shape, such as 2x3x224x224; once per input of the model. 2x16:int64:1000 "
+            "is one of whole numbers below 1000.",
+        ),
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Number of samples. (default: one per worker, at least 2)"),
@@ -131,10 +139,12 @@ def verify(
     is judged by what one device makes of a change in the last bit. Exit code 1 means that some
     tensor differs by more than that. Also runs under torchrun or mpirun.
     """
+    inputs = [parse_input(text) for text in shape or []]
     request = Request(
         spec=model,
         workers=workers,
-        shapes=tuple(map(parse_shape, shape or [])),
+        shapes=tuple(dims for dims, _ in inputs),
+        kinds=tuple(kind for _, kind in inputs),
         batch=batch,
         plan_file=plan,
         split=parse_split(split) if split is not None else {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardwise.launch import (
 from shardwise.models import default_shape, load_model
 from shardwise.plan import Plan
 from shardwise.verify.comparison import Comparison
+from shardwise.verify.inputs import FLOAT, draw_inputs
 from shardwise.verify.proof import compare
 from shardwise.verify.results import PlanResult
 
@@ -38,7 +39,8 @@ class Request:
     """Which model to verify, on how many workers, with which plans.
 
     Without plan, split or random plans, the samples are split. What is not given follows from
-    the rest: the workers from plan or split, the shapes from the plan or the zoo.
+    the rest: the workers from plan or split, the shapes from the plan or the zoo. `kinds` are those
+    of the inputs, see `parse_input`.
     """
 
     spec: str
@@ -54,12 +56,15 @@ class Request:
     training: bool = True
     dtype: str = "float64"
     device: str = "cpu"
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_random < 0:
             raise ShardwiseError(f"{self.num_random} random plans: there cannot be fewer than 0")
         if self.batch is not None and self.batch < 1:
             raise ShardwiseError(f"a batch of {self.batch} samples: there must be at least 1")
+        if self.kinds and self.shapes and len(self.kinds) != len(self.shapes):
+            raise ShardwiseError(f"{len(self.kinds)} kinds of {len(self.shapes)} inputs are given")
         if self.dtype not in DTYPES:
             raise ShardwiseError(f"dtype {self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -81,11 +86,11 @@ def verify_model(request: Request) -> list[PlanResult]:
     saved = Plan.load(request.plan_file) if request.plan_file else None
     world = _world(request, saved)
     model = _model(request)
-    shapes = _shapes(request, saved, world)
-    graphs = _graphs(request, model, shapes)
+    request = _with_inputs(request, saved, world)
+    graphs = _graphs(request, model)
     del model  # every worker builds its own: memory for one less
     plans = _plans(request, saved, graphs[True], world)
-    job = (request, shapes, graphs, plans)
+    job = (request, graphs, plans)
     if under_launcher():
         cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
         init_from_environment(backend="gloo" if cpu else None)
@@ -102,12 +107,12 @@ def verify_model(request: Request) -> list[PlanResult]:
 Graphs = dict[bool, LayerGraph]  # by whether the model trains
 
 
-def _graphs(request: Request, model: nn.Module, shapes: Shapes) -> Graphs:
+def _graphs(request: Request, model: nn.Module) -> Graphs:
     """The layer graphs that workers need."""
-    inputs = _inputs(request, shapes)
+    inputs = _inputs(request)
     modes = (True,) if request.training else (True, False)
     try:
-        return {mode: Captured(model, inputs, mode).graph(shapes[0][0]) for mode in modes}
+        return {mode: Captured(model, inputs, mode).graph(inputs[0].shape[0]) for mode in modes}
     except ShardwiseError:
         raise
     except Exception as error:
@@ -133,16 +138,18 @@ def _world(request: Request, saved: Plan | None) -> int:
     return world
 
 
-def _shapes(request: Request, saved: Plan | None, world: int) -> Shapes:
-    """The input shapes: as asked for, of the plan file, or of the zoo.
+def _with_inputs(request: Request, saved: Plan | None, world: int) -> Request:
+    """The request with its input shapes: as asked for, of the plan file, or of the zoo.
 
     A sample per worker, but two at least: batch norm has no statistics of a single value.
     """
-    shapes = request.shapes or (saved.inputs if saved else ())
+    shapes, kinds = request.shapes, request.kinds
+    if not shapes and saved:
+        shapes, kinds = saved.inputs, kinds or saved.dtypes
     shapes = shapes or (default_shape(request.spec, max(2, world)),)
-    if request.batch is None:
-        return shapes
-    return tuple((request.batch, *shape[1:]) for shape in shapes)
+    if request.batch is not None:
+        shapes = tuple((request.batch, *shape[1:]) for shape in shapes)
+    return replace(request, shapes=shapes, kinds=kinds or (FLOAT,) * len(shapes))
 
 
 def _plans(request: Request, saved: Plan | None, graph: LayerGraph, world: int) -> dict[str, Plan]:
@@ -163,7 +170,7 @@ def _plans(request: Request, saved: Plan | None, graph: LayerGraph, world: int) 
 
 
 def _compare_plans(
-    request: Request, shapes: Shapes, graphs: Graphs, plans: Mapping[str, Plan]
+    request: Request, graphs: Graphs, plans: Mapping[str, Plan]
 ) -> list[list[Comparison]]:
     """On every rank: builds the model (cheaper than sending it) and runs all plans."""
     comm, device = Communicator(), torch.device("cpu")
@@ -172,7 +179,7 @@ def _compare_plans(
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # rounds more than float32 says
     model = _model(request).to(device)
-    inputs = tuple(x.to(device) for x in _inputs(request, shapes))
+    inputs = tuple(x.to(device) for x in _inputs(request))
     # A graph has the device of the model that it was captured from.
     known = (lambda training, _: graphs[training]) if device.type == "cpu" else None
     found = []
@@ -196,7 +203,5 @@ def _model(request: Request) -> nn.Module:
     return load_model(request.spec, **request.options).to(DTYPES[request.dtype])
 
 
-def _inputs(request: Request, shapes: Shapes) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
-    return tuple(x.to(DTYPES[request.dtype]) for x in drawn)
+def _inputs(request: Request) -> tuple[torch.Tensor, ...]:
+    return draw_inputs(request.shapes, request.kinds, DTYPES[request.dtype])
