@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
@@ -338,7 +338,7 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
 
 
 def _on_all(plan: Plan, world: int) -> Plan:
-    return Plan(world, plan.layers, plan.inputs, plan.signature, plan.whole)
+    return replace(plan, world=world)
 
 
 def _counts(world: int) -> list[int]:
