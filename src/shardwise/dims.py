@@ -22,7 +22,7 @@ def label_dims(
 ) -> str:
     """The labels of a layer's output, from those of its inputs (shape, labels)."""
     same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
-    if op == "permute":
+    if op == "permute" and inputs:
         dims = "".join(inputs[0][1][d] for d in attrs["order"])
     elif op == "view" and inputs:
         dims = _view_dims(inputs[0], shape)

@@ -216,6 +216,11 @@ class _Functional:
 
 def _check_writes(node: fx.Node) -> None:
     """Refuses operators that write into other arguments than the one they are named for."""
+    if node.op == "call_function" and aten_name(node) == "native_batch_norm":
+        raise CaptureError(
+            "the model calls 'native_batch_norm', which writes into its statistics; use "
+            "torch.nn.functional.batch_norm"
+        )
     schema = getattr(node.target, "_schema", None)
     arguments = schema.arguments[is_in_place(node) :] if schema is not None else ()
     for argument in arguments:

@@ -197,7 +197,8 @@ def _transpose(args: Args, shape: Shapes) -> Request:
 
 
 def _matrix_transpose(args: Args, shape: Shapes) -> Request:
-    return Request("permute", (args["self"],), {"order": (1, 0)[: len(shape(args["self"]))]})
+    order = (1, 0) if len(shape(args["self"])) == 2 else (0,)
+    return Request("permute", (args["self"],), {"order": order})
 
 
 def _pad(args: Args, shape: Shapes) -> Request:
