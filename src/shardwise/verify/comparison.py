@@ -25,9 +25,10 @@ TOLERANCES = {
 }
 
 # A plan rounds elsewhere than one device, in every layer; and a change of the last bit makes one
-# device round otherwise in every layer. So error and noise are draws of one distribution: over 500
-# pairs of ill-conditioned networks and plans in float64, float32 and bfloat16, no error of a right
-# plan was above 3 times the largest of six draws, of single numbers (losses) 6 times.
+# device round otherwise in every layer. So error and noise are draws of one distribution. Of 504
+# ill-conditioned networks under plans, in four dtypes, the worst of all tensors was within 3 times
+# the largest of six draws in 94 %, within 10 times in 97 %; most of the rest are batch norms whose
+# values lie on several ranks, and whose moments keep fewer digits than those of one device.
 FACTOR = 10.0
 
 # Elements below this part of the largest tensor of the same kind count as zero: the gradient of a
