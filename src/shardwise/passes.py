@@ -137,7 +137,8 @@ def _outputs(state: State, bound: Bound, inputs: Inputs, params: Tensors) -> Seq
     if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
         given = frozenset(n for n, p in params.items() if p.numel() or _is_nothing(state, n))
         made = Pass(state, runtime, params, leaves, given)
-        return _Node.apply(made, *inputs, *(p for n, p in params.items() if n in given))
+        anchor = torch.empty(0, requires_grad=True)  # a rank may hold no parameter at all
+        return _Node.apply(made, anchor, *inputs, *(params[n] for n in params if n in given))
     return _forward(state, runtime, inputs, record=False)
 
 
@@ -234,7 +235,7 @@ class _Node(torch.autograd.Function):
     """One pass through the parallel model, as a single node of the user's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, made: Pass, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, made: Pass, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.made = made
         ctx.set_materialize_grads(False)
         inputs = tensors[: len(made.runtime.program.inputs)]
@@ -248,9 +249,9 @@ class _Node(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         made: Pass = ctx.made
-        wanted = ctx.needs_input_grad[1 : 1 + len(made.runtime.program.inputs)]
+        wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
         with together(made.state.comm):
-            return None, *_backward(made, gradients, wanted)
+            return None, None, *_backward(made, gradients, wanted)
 
 
 def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
