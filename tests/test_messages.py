@@ -36,7 +36,8 @@ def _record(
         y = sum(t.sum() for t in pytree.tree_leaves(y))
         forward = list(comm.sent)
         comm.sent.clear()
-        y.backward()
+        if y.requires_grad:  # else there is nothing to train
+            y.backward()
         results.append((forward, list(comm.sent)))
     return results
 
