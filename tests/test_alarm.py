@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise import LostPeer, run_local
-from shardwise.comm import Communicator, connecting
+from shardwise.comm import Communicator
+from shardwise.comm.present import present
+from worlds import reachable, run_cases
 
 EVERYBODY = (0, 1, 2)
 LARGE = 1 << 20  # numbers that gloo carries
@@ -36,79 +39,82 @@ def _waits(comm: Communicator, lane: Communicator) -> dict[str, Callable[[], obj
     }
 
 
-WAITS = list(_waits(Communicator(), Communicator()))
+Told = tuple[str, float, str, float]
 
 
-def _abort(what: str, reach: bool) -> tuple[str, float, str, float]:
+def _abort(what: str, reach: bool) -> Told:
     """What this rank is told, after how long, and the same of a call that comes later."""
-    if not reach:
-        connecting._offer = lambda listener: None
-    comm = Communicator(timeout=60.0)
-    comm.prepare([])
+    comm = Communicator(timeout=30.0)
+    with reachable(reach):
+        comm.prepare([])
     lane = comm.in_lane("gradients")
     lane.prepare([EVERYBODY])
     comm.gather_objects(None)
-    told = []
-    start = time.monotonic()
-    for later in (False, True):
-        begin = time.monotonic()
-        try:
-            if later:
-                comm.exchange([], [(1 - min(comm.rank, 1), torch.ones(3))]).wait()
-            elif comm.rank == 1:
-                time.sleep(0.3)
-                comm.abort("conv1: the disk is full,\nreally")
-            else:
-                _waits(comm, lane)[what]()
-            told += ["", 0.0]
-        except (LostPeer, RuntimeError) as error:
-            told += [str(error), time.monotonic() - begin]
-    time.sleep(max(0.0, 1.0 - (time.monotonic() - start)))  # nobody dies before all are told
-    return tuple(told)  # type: ignore[return-value]
+    first = _said(lambda: _fail(comm) if comm.rank == 1 else _waits(comm, lane)[what]())
+    return *first, *_said(lambda: comm.exchange([], [(int(comm.rank == 0), torch.ones(3))]).wait())
+
+
+def _fail(comm: Communicator) -> None:
+    time.sleep(0.1)  # the others wait by then
+    comm.abort("conv1: the disk is full,\nreally")
+
+
+def _said(action: Callable[[], object]) -> tuple[str, float]:
+    start, said = time.monotonic(), ""
+    try:
+        action()
+    except (LostPeer, RuntimeError) as error:
+        said = str(error)
+    return said, time.monotonic() - start
 
 
 SENTENCE = "rank 1 failed: conv1: the disk is full, really"
+WAITS = list(_waits(Communicator(), Communicator()))
 
 
-def _check(what: str, reach: bool) -> None:
-    for rank, (first, waited, later, at_once) in enumerate(run_local(_abort, 3, what, reach)):
-        if rank != 1:
-            assert first == SENTENCE or what == "torch itself"
-            assert 0 < waited < SOON
-        assert later == SENTENCE and at_once < 0.1
+def _check(what: str, ranks: list[Told]) -> None:
+    for rank, (first, seconds, later, at_once) in enumerate(ranks):
+        assert rank == 1 or what == "torch itself" or first == SENTENCE
+        assert rank == 1 or first
+        assert seconds < SOON and at_once < 0.5
+        assert later == SENTENCE
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_an_abort_wakes_whoever_waits_for(what: str) -> None:
-    _check(what, True)
+def test_an_abort_wakes_whoever_waits_and_ends_what_comes_later() -> None:
+    for what, ranks in zip(WAITS, run_cases(_abort, 3, [(w, True) for w in WAITS]), strict=True):
+        _check(what, ranks)
 
 
-@pytest.mark.parametrize("what", ["a message", "one that waits itself", "a ring", "an agreement"])
-def test_an_abort_reaches_ranks_that_are_not_connected_waiting_for(what: str) -> None:
-    _check(what, False)
+def test_an_abort_reaches_ranks_that_are_not_connected() -> None:
+    waits = ["a message", "one that waits itself", "a ring", "an agreement"]
+    for what, ranks in zip(waits, run_cases(_abort, 3, [(w, False) for w in waits]), strict=True):
+        _check(what, ranks)
 
 
-def _fail_once_more() -> list[float]:
-    """A world that failed, and a new one in the same processes."""
-    comm = Communicator(timeout=20.0).in_lane("gradients")
+def _abort_early() -> str:
+    comm = Communicator(timeout=30.0)
+    if comm.rank == 1:
+        return _said(lambda: (_fail(comm), comm.prepare([])))[0]
+    return _said(lambda: comm.prepare([]))[0]
+
+
+def test_an_abort_before_ranks_are_connected_reaches_them_too() -> None:
+    assert run_local(_abort_early, 3) == [SENTENCE] * 3
+
+
+def _fail_once_more(fails: bool) -> list[float]:
+    comm, x = Communicator(timeout=20.0).in_lane("gradients"), torch.ones(LARGE)
     comm.prepare([(0, 1)])
-    if comm.rank == 0:
+    if fails and comm.rank == 0:
         comm.abort("enough")
-    with pytest.raises(LostPeer, match="rank 0 failed: enough"):
-        comm.all_reduce((0, 1), torch.ones(LARGE), algorithm="ring").wait()
-    store = dist.distributed_c10d._get_default_store()
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    again = dist.PrefixStore("again", store)
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
-    comm, x = Communicator().in_lane("gradients"), torch.ones(LARGE)
-    comm.prepare([(0, 1)])
-    comm.all_reduce((0, 1), x, algorithm="ring").wait()
+    with pytest.raises(LostPeer, match="rank 0 failed: enough") if fails else nullcontext():
+        comm.all_reduce((0, 1), x, algorithm="ring").wait()
     return [float(x.min()), float(x.max())]
 
 
 def test_a_new_process_group_starts_afresh() -> None:
-    assert run_local(_fail_once_more, 2) == [[2.0, 2.0]] * 2
+    _, after = run_cases(_fail_once_more, 2, [(True,), (False,)])
+    assert after == [[2.0, 2.0]] * 2
 
 
 def _leave() -> float:
@@ -116,9 +122,9 @@ def _leave() -> float:
     comm = Communicator(timeout=20.0)
     comm.prepare([])
     if comm.rank == 1:
-        for line in connecting.present().alarm._peers:
+        for line in present().alarm._peers:
             line.close()
-        connecting.present().wires.close()
+        present().wires.close()
         return 0.0
     time.sleep(0.3)
     x = torch.ones(3)

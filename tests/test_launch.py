@@ -17,7 +17,17 @@ import torch.distributed as dist
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.launch import LAUNCHERS, WorkerError, _has_mpi, run_local, under_launcher
+from shardwise.launch import (
+    LAUNCHERS,
+    SLURM_HOSTS,
+    SLURM_PER_HOST,
+    WorkerError,
+    _check_address,
+    _has_mpi,
+    _launched,
+    run_local,
+    under_launcher,
+)
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -89,6 +99,25 @@ def test_any_other_error_names_the_rank_and_shows_the_traceback() -> None:
         run_local(fail_on_rank_1, 2, KeyError("x"))
 
 
+def fail_in_a_sum(error: Exception) -> None:
+    comm = Communicator()
+    comm.prepare([])
+    if comm.rank == 1:
+        time.sleep(0.2)  # the other rank hears of it, and may report first
+        comm.abort(str(error))
+        time.sleep(0.2)
+        raise error
+    comm.all_reduce((0, 1), torch.ones(3)).wait()
+
+
+def test_the_rank_that_failed_first_is_the_one_that_is_reported() -> None:
+    with pytest.raises(ShardwiseError) as caught:
+        run_local(fail_in_a_sum, 2, ShardwiseError("the plan is wrong"))
+    assert str(caught.value) == "the plan is wrong"
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 of 2 .*fail_in_a_sum.*KeyError: 'x'"):
+        run_local(fail_in_a_sum, 2, KeyError("x"))
+
+
 def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match="worker 1 of 3 was killed by SIGKILL"):
@@ -147,6 +176,53 @@ def test_mpi_is_used_under_mpirun_where_mpi4py_is_installed(
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr("shardwise.launch.find_spec", lambda name: None)
     assert under_launcher() and not _has_mpi()
+
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1"}
+PER_HOST = {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_world", "one_host"),
+    [
+        (SLURM, None, False),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "4"}, None, False),
+        (SLURM | {"SLURM_NNODES": "1"}, None, True),
+        (SLURM | PER_HOST | {"SLURM_STEP_NUM_NODES": "4"}, 2, False),
+        (SLURM | PER_HOST | {"SLURM_NODEID": "3"}, 1, False),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0"}, 7, True),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "0"}, None, False),  # the job's
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "7", "SLURM_STEP_NUM_NODES": "2"}, 7, False),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "7"}, 7, True),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "a lot", "SLURM_NODEID": "0"}, None, False),
+        ({"PMI_RANK": "5", "PMI_SIZE": "7"} | PER_HOST, 2, False),
+        ({"PMI_RANK": "5", "PMI_SIZE": "7", "MPI_LOCALNRANKS": "7"} | PER_HOST, 7, True),
+        ({"RANK": "5", "WORLD_SIZE": "7"}, None, False),
+        ({"RANK": "5", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "7"}, 7, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None, True),
+    ],
+)
+def test_workers_of_several_hosts_are_not_taken_for_those_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    local_world: int | None,
+    one_host: bool,
+) -> None:
+    for name in (*sum(LAUNCHERS, ()), *SLURM_HOSTS, *SLURM_PER_HOST, "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launched = _launched()
+    assert launched is not None
+    assert (launched.local_world, launched.one_host) == (local_world, one_host)
+    if one_host:
+        _check_address(launched)
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    else:
+        with pytest.raises(ShardwiseError, match="MASTER_ADDR is not set"):
+            _check_address(launched)
 
 
 def _alive(pid: int) -> bool:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pool import shared_pool
 from shardwise import LostPeer, run_local
 from shardwise.comm import About, Communicator, connecting
 from shardwise.comm.present import present
 from shardwise.errors import ShardwiseError
+from worlds import reachable, run_cases
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -85,9 +87,8 @@ def test_a_sum_has_the_same_bits_everywhere(numel: int) -> None:
 
 
 def _exchanged_without_a_listener() -> tuple[bool, int]:
-    if Communicator().rank == 1:
-        connecting._offer = lambda listener: None
-    return _exchanged([1, 5000], torch.float32)
+    with reachable(dist.get_rank() != 1):
+        return _exchanged([1, 5000], torch.float32)
 
 
 def test_ranks_that_cannot_be_reached_use_the_backend() -> None:
@@ -95,23 +96,22 @@ def test_ranks_that_cannot_be_reached_use_the_backend() -> None:
 
 
 def _lose(how: str) -> str:
-    comm = Communicator(timeout=1.0)
+    comm = Communicator(timeout=0.5)
     comm.prepare([(0, 1)])
     if comm.rank == 1:
         if how == "closed":
             present().wires.close()
-        time.sleep(2.5)
         return ""
     with pytest.raises(LostPeer) as caught:
         comm.all_reduce((0, 1), torch.ones(3), About("norm statistics")).wait()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "why"), (("closed", "onnection"), ("silent", "timed out")))
-def test_a_peer_that_is_lost_is_named(how: str, why: str) -> None:
-    sentence = run_local(_lose, 2, how)[0]
-    assert sentence.startswith("rank 0 waited in vain for rank 1 in the sum of norm statistics")
-    assert why in sentence
+def test_a_peer_that_is_lost_is_named() -> None:
+    closed, silent = run_cases(_lose, 2, [("closed",), ("silent",)])
+    for sentence, why in ((closed[0], "onnection"), (silent[0], "timed out")):
+        assert sentence.startswith("rank 0 waited in vain for rank 1 in the sum of norm statistics")
+        assert why in sentence
 
 
 # -- ranks that do not do the same thing -----------------------------------------------------------
@@ -127,17 +127,17 @@ def _raised(communicate: Callable[[], object]) -> str:
 
 def _message(
     sent: tuple[int, torch.dtype, str], awaited: tuple[int, torch.dtype, str], reach: bool
-) -> str:
+) -> tuple[str, float]:
     """Rank 0 sends one thing, rank 1 awaits another, rank 2 awaits what will never come."""
-    if not reach:
-        connecting._offer = lambda listener: None
-    comm = Communicator(timeout=20.0 if reach else 1.5)
-    comm.prepare([])
+    comm = Communicator(timeout=20.0 if reach else 1.0)
+    with reachable(reach):
+        comm.prepare([])
     tensors = [torch.ones(numel, dtype=dtype) for numel, dtype, _ in (sent, awaited)]
     sends = {0: [(1, tensors[0])]}.get(comm.rank, [])
     receives = [[(1, torch.ones(3))], [(0, tensors[1])], [(1, torch.ones(3))]][comm.rank]
-    about = About((sent if comm.rank == 0 else awaited)[2])
-    return _raised(lambda: comm.exchange(sends, receives, about).wait())
+    about, start = About((sent if comm.rank == 0 else awaited)[2]), time.monotonic()
+    sentence = _raised(lambda: comm.exchange(sends, receives, about).wait())
+    return sentence, time.monotonic() - start
 
 
 F32, BOOL = torch.float32, torch.bool
@@ -158,50 +158,48 @@ def _described(numel: int, dtype: torch.dtype, name: str) -> str:
     return f"{numel * dtype.itemsize:,} bytes of {kind} for '{name}' (exchange)"
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_a_message_that_is_not_the_awaited_one_ends_all_ranks_with_one_sentence(case: str) -> None:
-    sent, awaited = DIFFERENT[case]
-    start = time.monotonic()
-    for sentence in run_local(_message, 3, sent, awaited, True):
-        assert sentence == (
-            f"rank 0 sent {_described(*sent)} where rank 1 awaits {_described(*awaited)}; "
-            "the ranks do not do the same thing"
-        )
-    assert time.monotonic() - start < 15  # the timeout is more
+def test_a_message_that_is_not_the_awaited_one_ends_all_ranks_with_one_sentence() -> None:
+    found = run_cases(_message, 3, [(*case, True) for case in DIFFERENT.values()])
+    for (name, (sent, awaited)), ranks in zip(DIFFERENT.items(), found, strict=True):
+        for sentence, seconds in ranks:
+            assert seconds < 5, name
+            assert sentence == (
+                f"rank 0 sent {_described(*sent)} where rank 1 awaits {_described(*awaited)}; "
+                "the ranks do not do the same thing"
+            )
 
 
-@pytest.mark.parametrize("case", ["large, more", "large, fewer", "purpose"])
-def test_messages_that_differ_never_meet_where_ranks_are_not_connected(case: str) -> None:
-    for sentence in run_local(_message, 3, *DIFFERENT[case], False):
-        assert "waited in vain" in sentence
+def test_messages_that_differ_never_meet_where_ranks_are_not_connected() -> None:
+    cases = [DIFFERENT[name] for name in ("large, more", "large, fewer", "purpose")]
+    for ranks in run_cases(_message, 3, [(*case, False) for case in cases]):
+        assert all("waited in vain" in sentence for sentence, _ in ranks)
 
 
 def _sum(lane: str, algorithm: Any, reach: bool) -> str:
-    if not reach:
-        connecting._offer = lambda listener: None
     comm = Communicator(timeout=20.0)
     comm = comm.in_lane(lane) if lane else comm
-    comm.prepare([(0, 1)])
+    with reachable(reach):
+        comm.prepare([(0, 1)])
     x, about = torch.ones(30_000), About(f"layer {comm.rank}", "gradients" if lane else "transfer")
     return _raised(lambda: comm.all_reduce((0, 1), x, about, algorithm).wait())
 
 
-@pytest.mark.parametrize(
-    ("lane", "algorithm", "reach"),
-    [
-        ("", "backend", True),
-        ("", "direct", True),
-        ("sums", "backend", True),
-        ("sums", "direct", True),
-        ("sums", "ring", True),
-        ("", "backend", False),
-        ("sums", "backend", False),
-    ],
+SUMS = (
+    ("", "backend", True),
+    ("", "direct", True),
+    ("sums", "backend", True),
+    ("sums", "direct", True),
+    ("sums", "ring", True),
+    ("", "backend", False),
+    ("sums", "backend", False),
 )
-def test_sums_of_different_things_are_refused(lane: str, algorithm: str, reach: bool) -> None:
-    for sentence in run_local(_sum, 2, lane, algorithm, reach):
-        assert "120,000 bytes of float32 for 'layer 0' (sum)" in sentence
-        assert "120,000 bytes of float32 for 'layer 1' (sum)" in sentence
+
+
+def test_sums_of_different_things_are_refused() -> None:
+    for case, ranks in zip(SUMS, run_cases(_sum, 2, SUMS), strict=True):
+        for sentence in ranks:
+            assert "120,000 bytes of float32 for 'layer 0' (sum)" in sentence, case
+            assert "120,000 bytes of float32 for 'layer 1' (sum)" in sentence, case
 
 
 def _apart() -> str:

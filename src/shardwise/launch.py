@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from math import prod
+from math import inf, prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -28,6 +30,10 @@ from shardwise.errors import ShardwiseError
 HOST = "127.0.0.1"
 DEFAULT_WORLD = 2
 GRACE = 3.0  # seconds a worker gets to end before it is killed
+CAUSE = 0.5  # seconds in which the rank that failed first may report after another
+CAUSES = ("dead", "sentence")  # what workers report when they are the first to fail
+EFFECTS = ("traceback", "lost")  # perhaps because another has failed
+KINDS = (*CAUSES, *EFFECTS, "result")
 
 # How launchers name rank, world size, rank on this host, and ranks on this host. Slurm's batch
 # script has a SLURM_PROCID too, but only a step started by srun has the number of its tasks.
@@ -42,6 +48,10 @@ LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
+# How srun says on how many hosts a step runs, and how many workers each of them has; those of the
+# job come last, as a step may be smaller.
+SLURM_HOSTS = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+SLURM_PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
 class WorkerError(RuntimeError):
@@ -162,32 +172,41 @@ def _num_cores() -> int:
 
 
 def _collect(workers: list[_Worker]) -> list[Any]:
-    """Every rank's result in rank order; raises at the first failure."""
+    """Every rank's result in rank order; raises when one has failed."""
     ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
-    results: dict[int, Any] = {}
-    while len(results) < len(workers):
-        pending = [connection for connection, rank in ranks.items() if rank not in results]
-        for connection in wait(pending):
-            assert isinstance(connection, Connection)
-            try:
-                kind, value = connection.recv()
-            except (EOFError, ConnectionError):
-                raise _death(workers, ranks[connection]) from None
-            if kind == "result":
-                results[ranks[connection]] = value
-            else:
-                raise _failure(workers, ranks[connection], kind, value)
-    return [results[rank] for rank in range(len(workers))]
+    reports: dict[int, tuple[str, Any]] = {}
+    end = inf
+    while len(reports) < len(workers) and not any(kind in CAUSES for kind, _ in reports.values()):
+        pending = [connection for connection, rank in ranks.items() if rank not in reports]
+        left = max(end - time.monotonic(), 0.0)
+        if not (ready := wait(pending, None if left == inf else left)):
+            break
+        reports |= {ranks[connection]: _report(connection) for connection in ready}  # type: ignore
+        if any(kind in EFFECTS for kind, _ in reports.values()):
+            end = min(end, time.monotonic() + CAUSE)
+    failed = {rank: report for rank, report in reports.items() if report[0] != "result"}
+    if failed:
+        raise _failure(workers, failed)
+    return [reports[rank][1] for rank in range(len(workers))]
 
 
-def _failure(workers: list[_Worker], rank: int, kind: str, value: str) -> Exception:
+def _report(connection: Connection) -> tuple[str, Any]:
+    """What a worker says about itself, or that it can say nothing any more."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        return "dead", ""
+
+
+def _failure(workers: list[_Worker], failed: dict[int, tuple[str, str]]) -> Exception:
+    """The cause, where several have failed: a rank that dies or fails makes the others fail."""
+    rank, (kind, value) = min(failed.items(), key=lambda item: KINDS.index(item[1][0]))
+    if kind == "dead":
+        death = _death(workers, rank)
+        told = [said for other, said in failed.values() if other == "lost"]
+        return WorkerError(f"{death}; {told[0]}") if told else death
     if kind == "sentence":
         return ShardwiseError(value)
-    # A rank that dies makes the others fail, and one of these may report first.
-    if wait([worker.process.sentinel for worker in workers], timeout=0.5):
-        dead = next(r for r, worker in enumerate(workers) if not worker.process.is_alive())
-        death = _death(workers, dead)
-        return WorkerError(f"{death}; {value}") if kind == "lost" else death
     if kind == "lost":
         return WorkerError(value)
     return WorkerError(f"worker {rank} of {len(workers)} failed:\n{value}")
@@ -239,7 +258,7 @@ def under_launcher() -> bool:
 def launched_world() -> int | None:
     """How many workers a launcher has started; None without a launcher."""
     launched = _launched()
-    return launched[1] if launched else None
+    return launched.world if launched else None
 
 
 def launched_switches(world: int) -> tuple[int, ...]:
@@ -272,18 +291,14 @@ def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -
     launched = _launched()
     if launched is None:
         raise ShardwiseError("no launcher has started this process; use torchrun, mpirun or srun")
-    rank, world, local_rank, local_world = launched
+    local_world = launched.local_world or launched.world
     gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
     backend = backend or ("nccl" if gpu else "mpi4py" if _has_mpi() else "gloo")
     if backend == "mpi4py":
         _join_mpi(launched, timeout)
         return torch.device("cpu")
-    if local_world == world:  # one host
-        os.environ.setdefault("MASTER_ADDR", HOST)
-        os.environ.setdefault("MASTER_PORT", "29500")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
+    _check_address(launched)
+    rank, world, local_rank = launched.rank, launched.world, launched.local_rank
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     limit = timedelta(seconds=timeout)
@@ -305,10 +320,19 @@ def num_restarts() -> int:
     return int(count) if count.isdigit() else 0
 
 
-def _join_mpi(launched: tuple[int, int, int, int], timeout: float) -> None:
-    rank, world, _, local_world = launched
+def _check_address(launched: Launched) -> None:
+    """Where all ranks are known to be on this host, it is where they meet; else somebody says."""
+    if launched.one_host:
+        os.environ.setdefault("MASTER_ADDR", HOST)
+        os.environ.setdefault("MASTER_PORT", "29500")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
+
+
+def _join_mpi(launched: Launched, timeout: float) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cores() // local_world))
+        torch.set_num_threads(max(1, _num_cores() // (launched.local_world or launched.world)))
     try:
         from shardwise.comm import mpi  # starts MPI
     except (ImportError, RuntimeError) as error:
@@ -316,7 +340,7 @@ def _join_mpi(launched: tuple[int, int, int, int], timeout: float) -> None:
             f"mpi4py cannot be used ({str(error).splitlines()[0]}); install an MPI library, as "
             "pip install mpich does, or uninstall mpi4py"
         ) from error
-    mpi.join(rank, world, timeout)
+    mpi.join(launched.rank, launched.world, timeout)
 
 
 def end_all(code: int) -> None:
@@ -344,10 +368,46 @@ def _launcher() -> tuple[str, str, str, str] | None:
     return None
 
 
-def _launched() -> tuple[int, int, int, int] | None:
-    """Rank, world size, local rank and local world size as a launcher has set them."""
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher says about this process and the others."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int | None  # workers of this host, where it says so
+    one_host: bool  # all of them, for sure
+
+
+def _launched() -> Launched | None:
+    """As the variables of a launcher say it."""
     names = _launcher()
     if names is None:
         return None
     rank, world, local_rank, local_world = (os.environ.get(name, "") for name in names)
-    return int(rank), int(world), int(local_rank or rank), int(local_world or world)
+    local, one_host = int(local_world) if local_world.isdigit() else None, local_world == world
+    if names[0] == "SLURM_PROCID" or (names[0] == "PMI_RANK" and local is None):  # both are srun's
+        local, one_host = _slurm_hosts(int(world), local)
+    return Launched(int(rank), int(world), int(local_rank or rank), local, one_host or world == "1")
+
+
+def _slurm_hosts(world: int, most: int | None) -> tuple[int | None, bool]:
+    """How many workers this host has, and whether these are all; `most` is what was asked for."""
+    per_host, node = _slurm_per_host(), os.environ.get("SLURM_NODEID", "")
+    known = sum(per_host) == world and node.isdigit() and int(node) < len(per_host)
+    local = per_host[int(node)] if known else most
+    hosts = (os.environ.get(name, "") for name in SLURM_HOSTS)
+    num_hosts = next((int(text) for text in hosts if text.isdigit()), None)
+    return local, local == world if num_hosts is None else num_hosts == 1
+
+
+def _slurm_per_host() -> list[int]:
+    """How many workers every host has, of Slurm's "2(x3),1"; nothing where it does not say."""
+    text = next((os.environ[name] for name in SLURM_PER_HOST if name in os.environ), "")
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return []
+        found += [int(match[1])] * int(match[2] or 1)
+    return found

@@ -29,15 +29,14 @@ class LostPeer(ShardwiseError):
 class Alarm:
     """What this process knows of failures in its world, and how it tells the others."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` ends all waits inside torch, once, after a failure."""
+    def __init__(self, wake: Callable[[], None], store: Callable[[], Any]) -> None:
+        """`wake` ends all waits inside torch; ranks that are not connected look into the store."""
         self.sentence = ""  # why nothing can be sent any more
-        self._wake = wake
+        self._wake, self._store = wake, store
         self._bell, self._rope = socket.socketpair()
         self._peers: list[socket.socket] = []
-        self._store: Any = None
         self._once = threading.Lock()
-        self._known = threading.Event()
+        self._known, self._done = threading.Event(), threading.Event()
 
     @property
     def bell(self) -> int:
@@ -46,11 +45,15 @@ class Alarm:
 
     def check(self) -> None:
         if self.sentence:
+            self._done.wait(PATIENCE)  # who raises may leave, with torch's memory
             raise LostPeer(self.sentence)
 
     def heard(self, seconds: float) -> str:
         """The sentence of a failure, if one becomes known in this time."""
-        self._known.wait(seconds)
+        if not self._known.wait(seconds) and seconds and not self._peers:
+            _aside(self._ask)
+        if self.sentence:
+            self._done.wait(PATIENCE)
         return self.sentence
 
     def sound(self, sentence: str) -> None:
@@ -63,13 +66,12 @@ class Alarm:
         for peer in self._peers:
             with suppress(OSError):  # it may be dead
                 peer.send(said)
-        if self._store is not None:
-            with suppress(RuntimeError):
-                self._store.set(KEY, said)
+        if not self._peers:
+            _aside(lambda: self._store().set(KEY, said))
         self._known.set()
         self._rope.close()
-        if not self._peers and self._store is None:
-            self._wake()  # else whoever listens does
+        self._wake()
+        self._done.set()
 
     # -- listening -----------------------------------------------------------------------------
 
@@ -79,53 +81,61 @@ class Alarm:
         for peer in peers:
             peer.settimeout(PATIENCE)
         self._peers += peers
-        self._start(lambda: self._hear(peers))
+        _listener(self._hear, peers).start()
 
-    def watch(self, store: Any) -> None:
-        """From now on this store is used, by ranks that cannot connect."""
-        if self._store is None and store is not None:
-            self._store = store
-            self._start(self._look)
+    def watch(self) -> None:
+        """From now on the store is looked into, by ranks that cannot connect."""
+        _listener(self._look).start()
 
-    def _start(self, listen: Callable[[], str]) -> None:
-        def run() -> None:
-            said = listen()
-            if said:
-                self.sound(said)
-            if self.sentence:
-                self._wake()
-
-        threading.Thread(target=run, name="alarm", daemon=True).start()
-
-    def _hear(self, peers: list[socket.socket]) -> str:
-        """What one of them says; nothing when the world has ended or failed."""
+    def _hear(self, peers: list[socket.socket]) -> None:
+        """Returns when one of them has failed, or this rank, or the world has ended."""
         poll, known = select.poll(), {peer.fileno(): peer for peer in peers}
         for number in (self.bell, *known):
             poll.register(number, select.POLLIN)
         while True:
             for number, _ in poll.poll():
                 if number == self.bell:
-                    return ""
+                    return
                 if said := _line(known[number]):
-                    return said
+                    return self.sound(said)
                 poll.unregister(number)  # it has ended, well or not
 
-    def _look(self) -> str:
+    def _look(self) -> None:
         poll = select.poll()
         poll.register(self.bell, select.POLLIN)
-        try:
-            while not poll.poll(1000 * INTERVAL):
-                if self._store.check([KEY]):
-                    return self._store.get(KEY).decode()
-        except RuntimeError:  # the store has ended with the rank that held it
-            pass
-        return ""
+        while not poll.poll(1000 * INTERVAL):
+            try:
+                self._ask()
+            except (AttributeError, RuntimeError):  # the store has ended with the rank that held it
+                return
+
+    def _ask(self) -> None:
+        """Looks into the store once."""
+        store = self._store()
+        if store.check([KEY]):
+            self.sound(store.get(KEY).decode())
 
     def close(self) -> None:
         """Ends listening; the world is over."""
         self._rope.close()
         for peer in self._peers:
             peer.close()
+
+
+def _listener(listen: Callable[..., None], *args: Any) -> threading.Thread:
+    return threading.Thread(target=listen, args=args, name="alarm", daemon=True)
+
+
+def _aside(action: Callable[[], object]) -> None:
+    """Tries something that may fail, or never return where the store's host is cut off."""
+
+    def run() -> None:
+        with suppress(AttributeError, RuntimeError):
+            action()
+
+    thread = _listener(run)
+    thread.start()
+    thread.join(PATIENCE)
 
 
 def _line(peer: socket.socket) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.comm.groups import Members
-from shardwise.comm.present import default_store, present
+from shardwise.comm.present import present
 
 MOST = 64  # ranks that are all connected with each other
 LOOPBACK = "127.0.0.1"
@@ -47,7 +47,7 @@ def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = U
     if not everywhere:
         _close(found)
         now.wires.settle(members, me, None)
-        now.alarm.watch(default_store())
+        now.alarm.watch()
         if me == members[0] and len(members) <= MOST and DATA in uses:
             warnings.warn(
                 "workers cannot connect to each other's ports; gloo carries all messages, of which "

@@ -19,7 +19,7 @@ class Present:
     def __init__(self) -> None:
         self.world = dist.group.WORLD
         self.groups: list[Any] = []  # of torch's, that somebody else has made
-        self.alarm = Alarm(lambda: wake_groups(self.groups))
+        self.alarm = Alarm(lambda: wake_groups(self.groups), _default_store)
         self.wires = Wires(self.alarm)
         self.phase = ""  # what this process is doing
         self._numbers: dict[tuple[object, str, bool], int] = {}
@@ -50,7 +50,7 @@ def present() -> Present:
     return _present
 
 
-def default_store() -> Any:
+def _default_store() -> Any:
     """The store of torch's process group, where this torch gives it away."""
     with suppress(AttributeError, RuntimeError, ValueError):
         return dist.distributed_c10d._get_default_store()
