@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -216,6 +217,14 @@ class Communicator:
         about: About = ANYTHING,
     ) -> Pending:
         """Sends one tensor to each rank of the group and receives one from each."""
+        if self._directly(ranks):
+            place = ranks.index(self.rank)
+            receives[place].copy_(sends[place].view(receives[place].shape))
+            out, into = (
+                [(r, t) for r, t in zip(ranks, tensors, strict=True) if r != self.rank]
+                for tensors in (sends, receives)
+            )
+            return self._exchange(out, into, about, "exchange", ranks)
         group = self._subgroup(ranks)
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
         arrived = torch.empty(
@@ -458,16 +467,23 @@ class Communicator:
 
 def _timeout_of(group: Any) -> float:
     """Seconds, where the backend says; torch's groups do not take it over from one another."""
+    if isinstance(group, dist.ProcessGroup) and hasattr(group, "seconds"):
+        return group.seconds  # type: ignore[attr-defined]
     try:
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        warnings.warn(
-            f"this torch does not say how long its process groups wait; messages are given up "
-            f"after {TIMEOUT:g} s",
-            stacklevel=3,
-        )
+        _warn_of_timeout()
         return TIMEOUT
+
+
+@cache
+def _warn_of_timeout() -> None:
+    warnings.warn(
+        "this torch does not say how long its process groups wait; messages are given up after "
+        f"{TIMEOUT:g} s",
+        stacklevel=4,
+    )
 
 
 def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:

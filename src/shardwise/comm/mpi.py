@@ -219,7 +219,7 @@ class MPIGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], options: Any) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self._comm, self._ranks, self._name = comm, tuple(ranks), options.group_id
-        self._seconds = options.timeout.total_seconds()
+        self.seconds = options.timeout.total_seconds()
 
     @property
     def group_name(self) -> str:
@@ -235,12 +235,12 @@ class MPIGroup(dist.ProcessGroup):
         abort(1)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
+        self.seconds = timeout.total_seconds()
 
     def _work(
         self, request: MPI.Request, what: str, keep: Any = None, finish: Finish | None = None
     ) -> MPIWork:
-        return MPIWork(request, what, self._seconds, keep, finish)
+        return MPIWork(request, what, self.seconds, keep, finish)
 
     def _among(self, what: str) -> str:
         return f"{what} among ranks {', '.join(map(str, self._ranks))}"
