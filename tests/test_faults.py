@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from pool import WorkerPool
 from shardwise import LostPeer, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
 from shardwise.emulate import Emulation, Wiring
 
-WORLD, TIMEOUT = 3, 20.0
-VICTIM = 1
+WORLD, VICTIM = 3, 1
+TIMEOUT = 4.0  # seconds for a message
 PHASES = {  # what the others wait for, as their message says it
-    "forward": "exchange of conv0>0",
-    "backward": "gradient",
-    "sum": "sum of the gradients of",
-    "checkpoint": "gather of head.",
+    "forward": ("exchange of conv0>0", "what all ranks must agree on"),
+    "backward": ("gradient",),
+    "sum": ("sum of the gradients of",),
+    "checkpoint": ("gather of head.",),
 }
 
 
@@ -31,7 +31,7 @@ class Dying(Communicator):
     """Kills its own process, as kill -9 would, when it first sends anything in a phase."""
 
     def __init__(self, phase: str) -> None:
-        super().__init__()
+        super().__init__(timeout=TIMEOUT if phase == "cut" else None)
         self.phase, self.now = phase, [""]
 
     def die(self) -> None:
@@ -62,9 +62,8 @@ class Net(nn.Module):
         return self.head(self.conv1(self.conv0(x)).mean((2, 3)))
 
 
-def main(phase: str) -> None:
-    """One rank: trains until somebody dies."""
-    init_from_environment(timeout=TIMEOUT)
+def train(phase: str) -> str:
+    """Trains until somebody dies; what is said then."""
     torch.manual_seed(0)
     comm, x = Dying(phase), torch.rand(3, 2, 9, 6)
     split = {"f" if phase == "checkpoint" else "h": WORLD}  # weights that the others lack, or halos
@@ -80,77 +79,37 @@ def main(phase: str) -> None:
             if phase == "checkpoint" and ready:
                 comm.now[0] = "checkpoint"
                 model.state_dict()
-            print(f"step {step}", flush=True)
             if phase == "cut":
+                print(f"step {step}", flush=True)
                 time.sleep(0.05)
     except LostPeer as error:
-        print(f"error: {error}", flush=True)
-        os._exit(3)
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _environment(rank: int, port: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-
-
-def _ends(jobs: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """What the survivors said; all must have ended by then."""
-    deadline = time.monotonic() + seconds
-    said = []
-    for job in jobs:
-        try:
-            out, _ = job.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            out = "still running"
-        said.append(out)
-    for job in jobs:
-        job.kill()
-        job.wait()
-    return said
+    init_from_environment(timeout=60.0)
+    print(f"error: {train('cut')}", flush=True)
+    os._exit(3)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_others_end_when_a_rank_is_killed(phase: str) -> None:
-    port = _free_port()
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, __file__, phase],
-            env=_environment(rank, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    said = _ends(jobs, 60 + TIMEOUT)
-    assert jobs[VICTIM].returncode == -signal.SIGKILL
-    for rank in (0, 2):
-        assert jobs[rank].returncode == 3, said[rank]
-        errors = [line for line in said[rank].splitlines() if line.startswith("error:")]
-        assert len(errors) == 1, said[rank]
-        assert "waited in vain for rank" in errors[0]
-        assert PHASES[phase] in errors[0]
-    assert any(f"for rank {VICTIM}" in text or f"{VICTIM}, " in text for text in said)
+    workers = WorkerPool(WORLD)
+    try:
+        for connection in workers._connections:
+            connection.send((train, (phase,)))
+        workers._processes[VICTIM].join(60)
+        assert workers._processes[VICTIM].exitcode == -signal.SIGKILL
+        start = time.monotonic()
+        for rank in (0, 2):
+            assert workers._connections[rank].poll(10), "a survivor does not answer"
+            kind, said = workers._connections[rank].recv()
+            assert kind == "last result"
+            assert "waited in vain for rank" in said and any(w in said for w in PHASES[phase])
+        assert time.monotonic() - start < 5
+    finally:
+        workers.stop()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -159,9 +118,8 @@ def test_the_others_end_when_a_link_is_cut() -> None:
         jobs = [
             emulation.start(
                 host,
-                [sys.executable, __file__, "cut"],
-                _environment(host, 29500)
-                | {"MASTER_ADDR": emulation.wiring.address(0), "GLOO_SOCKET_IFNAME": "eth0"},
+                [sys.executable, __file__],
+                _environment(host, emulation.wiring.address(0)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
@@ -173,10 +131,25 @@ def test_the_others_end_when_a_link_is_cut() -> None:
         assert emulation.start(VICTIM, ["ip", "link", "set", "eth0", "down"], {}).wait() == 0
         start = time.monotonic()
         for host in (0, 2):
-            out, _ = jobs[host].communicate(timeout=60 + 2 * TIMEOUT)
+            out, _ = jobs[host].communicate(timeout=60)
             errors = [line for line in out.decode().splitlines() if line.startswith("error:")]
             assert jobs[host].returncode == 3 and len(errors) == 1
             assert "waited in vain for rank" in errors[0]
-        assert time.monotonic() - start < 3 * TIMEOUT
+        assert time.monotonic() - start < TIMEOUT + 20
         jobs[VICTIM].kill()
         jobs[VICTIM].communicate()
+
+
+def _environment(rank: int, address: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
