@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pool import shared_pool
 from shardwise import LostPeer, run_local
-from shardwise.comm import About, Communicator, connecting
+from shardwise.comm import About, Communicator, communicator, connecting
 from shardwise.comm.present import present
 from shardwise.errors import ShardwiseError
 from worlds import reachable, run_cases
@@ -112,6 +112,31 @@ def test_a_peer_that_is_lost_is_named() -> None:
     for sentence, why in ((closed[0], "onnection"), (silent[0], "timed out")):
         assert sentence.startswith("rank 0 waited in vain for rank 1 in the sum of norm statistics")
         assert why in sentence
+
+
+def _wait_long(large: bool, lane: bool) -> float:
+    """Seconds until a rank gives up a peer that does not come, which has 30 minutes by default."""
+    comm = Communicator(timeout=0.5)
+    comm = comm.in_lane("sums") if lane else comm
+    comm.prepare([(0, 1)])
+    start = time.monotonic()
+    if comm.rank == 0:
+        with pytest.raises(LostPeer):
+            comm.all_reduce((0, 1), torch.ones(LARGE if large else 3)).wait()
+    return time.monotonic() - start
+
+
+def test_the_timeout_that_was_given_holds_whoever_carries_the_message() -> None:
+    cases = [(large, lane) for large in (False, True) for lane in (False, True)]
+    for case, ranks in zip(cases, run_cases(_wait_long, 2, cases), strict=True):
+        assert 0.5 <= ranks[0] < 10, case
+
+
+def test_a_torch_that_hides_its_timeout_is_one_warning_and_half_an_hour() -> None:
+    communicator._warn_of_timeout.cache_clear()
+    with pytest.warns(UserWarning, match="given up after 1800 s") as caught:
+        assert [communicator._timeout_of(object()) for _ in range(2)] == [1800.0] * 2
+    assert len(caught) == 1
 
 
 # -- ranks that do not do the same thing -----------------------------------------------------------
