@@ -132,7 +132,10 @@ def test_the_timeout_that_was_given_holds_whoever_carries_the_message() -> None:
         assert 0.5 <= ranks[0] < 10, case
 
 
-def test_a_torch_that_hides_its_timeout_is_one_warning_and_half_an_hour() -> None:
+def test_a_torch_that_hides_its_timeout_is_one_warning_and_half_an_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     communicator._warn_of_timeout.cache_clear()
     with pytest.warns(UserWarning, match="given up after 1800 s") as caught:
         assert [communicator._timeout_of(object()) for _ in range(2)] == [1800.0] * 2
