@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import About, Communicator
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, one_line
 
 LOOKED_AT = 1 << 16  # elements of a tensor that its checksum is made of
 ABOUT = About("what all ranks must agree on", "agreement")
@@ -142,5 +142,12 @@ def together(comm: Communicator) -> Iterator[None]:
     except BaseException as error:
         abort = getattr(comm, "abort", None)
         if comm.size > 1 and abort is not None:
-            abort(str(error) or type(error).__name__)
+            abort(_reason(error))
         raise
+
+
+def _reason(error: BaseException) -> str:
+    """What the others are told."""
+    if isinstance(error, MemoryError):
+        return str(error) or "it is out of memory"
+    return str(error) if isinstance(error, ShardwiseError) else one_line(error)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import Writer
 from shardwise.comm import About, Communicator
 from shardwise.comm.pending import failure
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, one_line
 from shardwise.parallel import ParallelModel, of
 
 # One worker without a process group is nothing to warn about.
@@ -140,7 +140,7 @@ class Checkpoints:
             rank, (cause, _) = min(error.failures.items())
             if isinstance(cause, ShardwiseError):
                 raise ShardwiseError(str(cause)) from None
-            raise RuntimeError(f"{what} failed on rank {rank}: {cause!r}") from cause
+            raise ShardwiseError(f"{what} failed on rank {rank}: {one_line(cause)}") from cause
         except RuntimeError as error:
             peers = range(self.comm.size)
             raise failure(self.comm, "exchange", peers, About(what), error) from None

@@ -37,7 +37,7 @@ def export(run: str | Path, out: str | Path, step: int | None = None) -> Path:
     try:
         with replacing(out) as new:
             KINDS[out.suffix](state, new)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         raise ShardwiseError(f"{out} cannot be written: {_reason(error)}") from None
     return out
 
@@ -49,6 +49,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError):
             return cause.strerror or str(cause)
         cause = cause.__context__
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -34,6 +34,11 @@ def explained(trainer: Trainer) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not _is_memory(error):
             raise
+        if not hasattr(trainer, "checkpoints"):
+            raise ShardwiseError(
+                f"out of memory on rank {trainer.comm.rank} before the first step; use more "
+                "workers, or a smaller batch"
+            ) from None
         place = trainer.comm.timeline.place or "the model"
         raise ShardwiseError(
             f"out of memory in layer {place!r} on rank {trainer.comm.rank}; {_advice(trainer)}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.agreement import together
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm import Communicator
 from shardwise.data import Batch, Loader, Source
@@ -56,6 +57,14 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         self.settings, self.device, self.comm = settings, torch.device(device), Communicator()
+        self.comm.prepare(())  # so that from here on one rank's failure ends all
+        with together(self.comm), explained(self):
+            self._set_up(model, train, test, quiet)
+
+    def _set_up(
+        self, model: nn.Module | None, train: Source | None, test: Source | None, quiet: bool
+    ) -> None:
+        settings = self.settings
         first = self.comm.rank == 0
         if settings.precision == "bf16" and first:
             check_bf16(self.device)
@@ -124,6 +133,11 @@ class Trainer:
 
     def fit(self) -> list[Epoch]:
         """Trains to the end, or until a signal; returns what each epoch came to."""
+        with together(self.comm):
+            self._fit()
+        return self.history
+
+    def _fit(self) -> None:
         self.view.say(self._headline())
         kernels = tuning() if self.settings.kernels == "tuned" else nullcontext()
         with StopSignal(self.comm, self.device) as stop, self.view, kernels, explained(self):
@@ -136,7 +150,6 @@ class Trainer:
             self.view.say(f"stopped after step {self.step}; --resume goes on from there")
         elif self.settings.report and self.comm.rank == 0:
             self.view.say(f"report: {write_report(self.folder.path, plan=self._examined())}")
-        return self.history
 
     def _examined(self) -> Plan:
         """The plan with its costs; those of a model that was given are known here only."""
