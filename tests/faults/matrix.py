@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from faults.table import ALONE, FAULTS, PLACES, SENSELESS, Cell, cells
-from faults.worker import FIRST_STEPS, LAST_STEP, export_alone, work
+from faults.worker import FIRST_STEPS, LAST_STEP, STORE, Samples, export_alone, work
 from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.folder import StepFolders
+from shardwise.data.pack import pack
 
 WORLD, TIMEOUT = 3, 8.0
 STARTING = 120.0  # seconds in which the fault must come, on a machine that may be busy
-SLACK = 12.0  # seconds beyond the timeout, on such a machine
+SLACK = 20.0  # seconds beyond the timeout, on such a machine
 Ended = tuple[str, str, float]  # how, with what text, when
 
 
@@ -50,25 +51,27 @@ def prepare(run: Path) -> None:
     ends, _ = _run_workers(None, run)
     assert all(kind == "done" for kind, _, _ in ends.values()), ends
     (run / "model.pt").write_bytes(b"old")
+    pack(Samples(), run / STORE, num_stripes=2)
 
 
 def try_cell(cell: Cell, prepared: Path, folder: Path) -> Outcome:
     """Copies the run, lets it go on with the fault, and judges its ends."""
     run = folder / str(cell)
     shutil.copytree(prepared, run)
-    if cell.fault == "torn" and cell.place in ("resume", "export"):
-        cut_off(run, random.Random(str(cell)))
+    if cell.damaged:
+        newest = max(StepFolders(run / "checkpoints").complete().items())[1]
+        cut_off(run / STORE if cell.place == "data" else newest, random.Random(str(cell)))
     ends, struck = _run_workers(cell, run)
     last = max((when for _, _, when in ends.values()), default=0.0)
-    outcome = Outcome(cell, last - struck, ends)
-    found = [*_wrong_ends(outcome, struck), *_lost(cell, run)]
+    outcome = Outcome(cell, last - struck if struck else 0.0, ends)
+    found = [] if struck or cell.damaged else ["the fault never came"]
+    found += [*_wrong_ends(outcome), *_lost(cell, run)]
     return Outcome(cell, outcome.seconds, ends, "; ".join(found))
 
 
-def cut_off(run: Path, chance: random.Random) -> None:
-    """A file of the newest checkpoint loses its end, as by a disk that failed."""
-    newest = max(StepFolders(run / "checkpoints").complete().items())[1]
-    path = chance.choice(sorted(newest.iterdir()))
+def cut_off(folder: Path, chance: random.Random) -> None:
+    """A file of a checkpoint or a store loses its end, as by a disk that failed."""
+    path = chance.choice(sorted(folder.iterdir()))
     content = path.read_bytes()
     path.write_bytes(content[: chance.randrange(len(content))])
 
@@ -110,7 +113,7 @@ def _run_workers(cell: Cell | None, run: Path) -> tuple[dict[int, Ended], float]
 
 
 def _listen(cell: Cell | None, pipes: list[Connection]) -> tuple[dict[int, Ended], float]:
-    start = struck = time.monotonic()
+    start, struck = time.monotonic(), 0.0
     end, ends, dead = start + STARTING, {}, set()
     stopped = {cell.victim(WORLD)} if cell is not None and cell.fault == "stop" else set()
     while waiting := {p: r for r, p in enumerate(pipes) if r not in ends.keys() | dead | stopped}:
@@ -136,14 +139,11 @@ def _listen(cell: Cell | None, pipes: list[Connection]) -> tuple[dict[int, Ended
 # -- judging ---------------------------------------------------------------------------------------
 
 
-def _wrong_ends(outcome: Outcome, struck: float) -> list[str]:
+def _wrong_ends(outcome: Outcome) -> list[str]:
     cell, found = outcome.cell, []
     victim = cell.victim(WORLD)
-    dies = cell.fault == "kill" or (
-        cell.fault == "torn" and cell.place in ("checkpoint", "metrics", "data")
-    )
     for rank, (kind, text, _) in outcome.ends.items():
-        if rank == victim and dies:
+        if rank == victim and cell.dies:
             found += [] if kind == "dead" else [f"the victim is {kind}"]
         elif rank == victim and cell.fault == "exception" and kind == "error":
             pass  # it is the user's own, and is the user's to see
@@ -159,9 +159,7 @@ def _wrong_ends(outcome: Outcome, struck: float) -> list[str]:
 def _lost(cell: Cell, run: Path) -> list[str]:
     """What is no longer there, or cannot be read."""
     complete, found = StepFolders(run / "checkpoints").complete(), []
-    damaged = (
-        {FIRST_STEPS} if cell.fault == "torn" and cell.place in ("resume", "export") else set()
-    )
+    damaged = {FIRST_STEPS} if cell.damaged and cell.place != "data" else set()
     for step, path in complete.items():
         if step not in damaged:
             state = read_state(path)

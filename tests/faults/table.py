@@ -42,7 +42,7 @@ WHERE = {  # what a sentence about a rank that is gone says of the place
     "forward": "(exchange|gather) of (conv|mean|head)",
     "statistics": "statistics",
     "gradients": "gradient",
-    "checkpoint": "checkpoint of step",
+    "checkpoint": "in the ",  # it is written while all compute
     "resume": "checkpoints/step",
     "metrics": "in the ",
     "data": "in the ",
@@ -61,12 +61,23 @@ class Cell:
         return f"{self.fault}-{self.place}"
 
     def victim(self, world: int) -> int:
-        return 0 if self.place in FIRST_ONLY else (self.seed * 7 + len(str(self))) % world
+        first = self.place in FIRST_ONLY or (self.fault, self.place) == ("full", "resume")
+        return 0 if first else (self.seed * 7 + len(str(self))) % world
 
     @property
     def chance(self) -> int:
         """At which of the occasions, counted from 1."""
         return 1 + (self.seed + len(str(self))) % 2
+
+    @property
+    def dies(self) -> bool:
+        """Whether the victim does not live on; half a write is followed by a kill."""
+        return self.fault == "kill" or (self.fault == "torn" and not self.damaged)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a file is cut off before the run: nothing strikes later."""
+        return self.fault == "torn" and self.place in ("resume", "export", "data")
 
     @property
     def ends(self) -> str:
@@ -76,7 +87,7 @@ class Cell:
     def pattern(self, world: int) -> str:
         """What the sentence of every survivor must match; the victim, where it lives, too."""
         rank = self.victim(world)
-        if self.fault in ("kill", "stop") or (self.fault, self.place) == ("torn", "checkpoint"):
+        if self.fault == "stop" or self.dies:
             return rf"waited in vain for .*\b{rank}\b.*({WHERE[self.place]})"
         if self.fault == "cut":
             return r"rank \d waited in vain for ranks? \d"
@@ -84,7 +95,9 @@ class Cell:
             return rf"rank {rank}\b.*a fault of the test"
         if self.fault == "memory":
             return r"out of memory|MemoryError|not enough memory"
-        return r"No space left on device" if self.fault == "full" else r"is damaged|was cut off"
+        return (
+            r"No space left on device" if self.fault == "full" else r"damaged|bytes|cannot be read"
+        )
 
 
 def cells(seed: int = 0) -> list[Cell]:

@@ -24,11 +24,12 @@ from shardwise import capture
 from shardwise.checkpoint import export, pieces, reader, writer
 from shardwise.comm import communicator, pending
 from shardwise.data import Arrays
+from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
 from shardwise.training import Trainer, folder
 from shardwise.training.settings import read_settings
 
-FIRST_STEPS, LAST_STEP = 2, 6
+FIRST_STEPS, LAST_STEP, STORE = 2, 6, "store"
 KINDS = {"forward": "transfer", "statistics": "statistics", "gradients": "gradients"}
 
 
@@ -48,7 +49,7 @@ capture(Net(), torch.zeros(6, 1, 9, 6))  # imports what torch imports late, once
 class Samples(Arrays):
     """Reads as arrays do, past a place where something may happen."""
 
-    def __init__(self, pass_by: Callable[[], None]) -> None:
+    def __init__(self, pass_by: Callable[[], None] = lambda: None) -> None:
         images = np.random.default_rng(0).normal(size=(24, 1, 9, 6)).astype(np.float32)
         super().__init__(images, np.arange(24) % 3, "samples", ("a", "b", "c"))
         self.pass_by = pass_by
@@ -189,7 +190,9 @@ def work(
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=seconds)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
         steps = FIRST_STEPS if cell is None else LAST_STEP
-        train(run, world, Samples(passed), steps, resume=cell is not None)
+        torn = cell is not None and cell.damaged and cell.place == "data"
+        samples = Store(run / STORE) if torn else Samples(passed)
+        train(run, world, samples, steps, resume=cell is not None)
         tell("done")
     except ShardwiseError as error:
         tell("sentence", str(error))
