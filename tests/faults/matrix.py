@@ -28,7 +28,7 @@ from shardwise.data.pack import pack
 
 WORLD, TIMEOUT = 3, 8.0
 STARTING = 120.0  # seconds in which the fault must come, on a machine that may be busy
-SLACK = 20.0  # seconds beyond the timeout, on such a machine
+SLACK = 12.0  # seconds beyond the timeout, on such a machine
 Ended = tuple[str, str, float]  # how, with what text, when
 
 
@@ -115,7 +115,7 @@ def _run_workers(cell: Cell | None, run: Path) -> tuple[dict[int, Ended], float]
 def _listen(cell: Cell | None, pipes: list[Connection]) -> tuple[dict[int, Ended], float]:
     start, struck = time.monotonic(), 0.0
     end, ends, dead = start + STARTING, {}, set()
-    stopped = {cell.victim(WORLD)} if cell is not None and cell.fault == "stop" else set()
+    stopped: set[int] = set()
     while waiting := {p: r for r, p in enumerate(pipes) if r not in ends.keys() | dead | stopped}:
         ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
         if not ready:
@@ -131,6 +131,7 @@ def _listen(cell: Cell | None, pipes: list[Connection]) -> tuple[dict[int, Ended
                 continue
             if kind == "struck":
                 struck, end = when, time.monotonic() + 3 * TIMEOUT + SLACK
+                stopped |= {waiting[pipe]} if cell and cell.fault == "stop" else set()
             else:
                 ends[waiting[pipe]] = (kind, text, when)
     return ends | {rank: ("dead", "", struck) for rank in dead}, struck
