@@ -14,7 +14,7 @@ from torch import nn
 from outside_cases.case import Case, number, seed_everything
 
 SIZES = (32, 64, 96, 128, 192, 224, 256)  # of images, in the order in which they are tried
-SECONDS = 120.0  # that a network may take
+SECONDS = 60.0  # that a network may take
 
 TORCHVISION = """
 alexnet convnext_tiny deeplabv3_mobilenet_v3_large deeplabv3_resnet50 densenet121 densenet169
@@ -303,7 +303,7 @@ def _build(group: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         kind, arguments, shape = MONAI[name]
         return _with_input(getattr(nets, kind)(**arguments), [shape])
     if package == "timm":
-        return _with_input(timm.create_model(name, pretrained=False), [(3, s, s) for s in SIZES])
+        return _with_input(timm.create_model(name, num_classes=10), [(3, s, s) for s in SIZES])
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     kinds = {"weights_backbone": None} if "_resnet50" in name or "_mobilenet_v3" in name else {}
     model = torchvision.models.get_model(name, weights=None, **extra, **kinds)

@@ -23,6 +23,12 @@ class Seen:
     tensors: dict[Key, torch.Tensor]
     nesting: Any
 
+    def equals(self, other: Seen) -> bool:
+        """Whether both are the same to the bit."""
+        keys = self.tensors.keys()
+        same = self.nesting == other.nesting and keys == other.tensors.keys()
+        return same and all(_equal(self.tensors[key], other.tensors[key]) for key in keys)
+
 
 def observe(
     model: nn.Module,
@@ -61,6 +67,10 @@ def observe(
     tensors["random numbers", "afterwards"] = torch.get_rng_state()
     tensors |= {("input", f"{i} afterwards"): x for i, x in enumerate(inputs)}
     return Seen({key: tensor.detach() for key, tensor in tensors.items()}, nesting)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _own(x: torch.Tensor, backward: bool) -> torch.Tensor:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from outside_cases import source
 from outside_cases.case import Case, number
 from outside_cases.trial import SLOW, TRACEBACK, Verdict, attempt
 
-BUILDING = 120.0  # seconds that making the cases of a group may take
+BUILDING = 60.0  # seconds of computing that making the cases of a group may take
+PATIENCE = 6.0  # so many times longer may it take by the clock: machines are shared
 AT_ONCE = 400  # cases after which a process is replaced, so that none grows without end
 
 
@@ -67,7 +70,6 @@ class Worker:
     chunk: Chunk | None = None
     done: set[str] = field(default_factory=set)
     current: str = ""
-    deadline: float = 0.0
     num_cases: int = 0
 
     def __post_init__(self) -> None:
@@ -94,19 +96,41 @@ class Worker:
         self._send()
 
     def _send(self) -> None:
-        self.current, self.deadline = "", time.monotonic() + BUILDING
+        self.current = ""
+        self._allow(BUILDING)
         self.pipe.send((self.chunk, self.done))
+
+    def _allow(self, seconds: float) -> None:
+        """From now on the process may compute for so many seconds."""
+        self.begin = time.monotonic(), self._computed()
+        self.seconds = seconds
+
+    def _computed(self) -> float:
+        """How many seconds the process has computed, where the system says so."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return time.monotonic()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def is_late(self) -> bool:
+        clock, computed = self.begin
+        waited = time.monotonic() - clock
+        if waited < self.seconds:
+            return False
+        return self._computed() - computed > self.seconds or waited > PATIENCE * self.seconds
 
     def take(self, message: Any) -> Verdict | None:
         """Notes what the process said."""
         if isinstance(message, str):
             self.current = message
         elif isinstance(message, float):
-            self.deadline = time.monotonic() + message
+            self._allow(message)
         elif isinstance(message, Verdict):
             self.done.add(message.case)
             self.num_cases += 1
-            self.deadline = time.monotonic() + BUILDING
+            self._allow(BUILDING)
             return message
         else:
             self.chunk = None
@@ -143,7 +167,7 @@ def run(chunks: list[Chunk], jobs: int, go_on: Callable[[], bool]) -> Iterator[V
                 try:
                     if pipe in ready:
                         verdict = worker.take(pipe.recv())
-                    elif time.monotonic() > worker.deadline:
+                    elif worker.is_late:
                         verdict = worker.lost(SLOW, "no answer in time")
                 except (EOFError, OSError):
                     worker.process.join()
