@@ -62,6 +62,16 @@ def chunks_named(only: str, seed: int) -> list[Chunk]:
     return [Chunk(name, group, None, seed) for group in found]
 
 
+def chunks_again(file: Path) -> list[Chunk]:
+    """The bad cases of an earlier run, from what it wrote."""
+    found = []
+    for row in json.loads(file.read_text()):
+        name, _, rest = row["case"].partition(":")
+        if row["kind"] in (*BAD, SLOW):
+            found.append(Chunk(name, rest.rpartition(":")[0], None, row["seed"], row["case"]))
+    return found
+
+
 def table(verdicts: list[Verdict]) -> str:
     """Counts and shares of each class, per source."""
     lines = [f"{'':<14}{'cases':>7}" + "".join(f"{kind:>17}" for kind in CLASSES)]
@@ -102,9 +112,9 @@ def report(verdicts: list[Verdict], minutes: float) -> str:
     return "\n".join(lines)
 
 
-def told(verdict: Verdict, seed: int, in_full: bool) -> str:
+def told(verdict: Verdict, in_full: bool) -> str:
     """What was found, and how to see it again."""
-    again = f"python benchmarks/outside.py --only '{verdict.case}' --seed {seed}"
+    again = f"python benchmarks/outside.py --only '{verdict.case}' --seed {verdict.seed}"
     text = f"{verdict.kind}: {verdict.case}: {verdict.reason[:400]}\n    {again}"
     return f"{text}\n    {verdict.plan}" if in_full else text
 
@@ -114,6 +124,7 @@ def main() -> None:
     every = SOURCES + RANDOM
     parser.add_argument("--source", action="append", choices=every, help=f"{', '.join(SOURCES)}")
     parser.add_argument("--only", help="one case, or all whose names begin so")
+    parser.add_argument("--again", type=Path, help="the bad cases that a run wrote with --json")
     parser.add_argument("--seed", type=int, default=0, help="of samples, plans and arrivals")
     parser.add_argument("--sample", type=int, help="so many cases, each of another group")
     parser.add_argument("--random", type=int, help="so many runs of random programs and modules")
@@ -126,6 +137,8 @@ def main() -> None:
     names = arguments.source or list(RANDOM if arguments.random else SOURCES)
     if arguments.only:
         chunks = chunks_named(arguments.only, arguments.seed)
+    elif arguments.again:
+        chunks = chunks_again(arguments.again)
     else:
         chunks = chunks_of(names, arguments.seed, arguments.all, arguments.sample)
     print(f"{len(chunks)} groups, seed {arguments.seed}", flush=True)
@@ -140,7 +153,7 @@ def main() -> None:
     for verdict in run(chunks, arguments.jobs, go_on):
         verdicts.append(verdict)
         if verdict.kind in (*BAD, SLOW) or arguments.only:
-            print(told(verdict, arguments.seed, bool(arguments.only)), flush=True)
+            print(told(verdict, bool(arguments.only)), flush=True)
     print(report(verdicts, (time.monotonic() - begin) / 60))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))

@@ -47,6 +47,7 @@ class Verdict:
     reason: str = ""
     plan: str = ""
     case: str = ""
+    seed: int = 0
     num_runs: int = 1  # each with another plan, world and order of arrivals
     seconds: float = 0.0
 
@@ -58,7 +59,7 @@ def attempt(case: Case, seed: int) -> Verdict:
         found = _attempt(case, number(case.name) + seed)
     except Exception as error:
         found = Verdict(TRACEBACK, _told(error))
-    return replace(found, case=case.name, seconds=time.perf_counter() - begin)
+    return replace(found, case=case.name, seed=seed, seconds=time.perf_counter() - begin)
 
 
 def _attempt(case: Case, seed: int) -> Verdict:

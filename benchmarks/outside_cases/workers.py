@@ -53,7 +53,8 @@ def _serve(pipe: Connection) -> None:
             cases = chunk.cases()
         except Exception as error:
             name = f"{chunk.source}:{chunk.group}:*"
-            pipe.send(Verdict(TRACEBACK, f"its samples cannot be made: {error!r}", case=name))
+            reason = f"its samples cannot be made: {error!r}"
+            pipe.send(Verdict(TRACEBACK, reason, "", name, chunk.seed))
             cases = []
         for case in cases:
             if case.name not in done:
@@ -140,14 +141,15 @@ class Worker:
         """The verdict about the case at which the process ended; a new one goes on after it."""
         assert self.chunk is not None
         self.end()
-        name = self.current or f"{self.chunk.source}:{self.chunk.group}:*"
+        chunk, name = self.chunk, self.current
+        name = name or f"{chunk.source}:{chunk.group}:*"
         self.done.add(name)
         self._start()
         if self.current:
             self._send()
         else:
             self.chunk = None
-        return Verdict(kind, reason, case=name)
+        return Verdict(kind, reason, "", name, chunk.seed)
 
 
 def run(chunks: list[Chunk], jobs: int, go_on: Callable[[], bool]) -> Iterator[Verdict]:
