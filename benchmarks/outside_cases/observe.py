@@ -54,7 +54,9 @@ def observe(
             outputs, nesting = _flat(model(*inputs))
         tensors |= {("output", f"{i} of step {step}"): y.clone() for i, y in enumerate(outputs)}
         if backward:
-            _loss(outputs).backward()
+            loss = _loss(outputs)
+            if loss is not None:
+                loss.backward()
             gradients = _gradients(model, inputs)
             tensors |= {("gradient", f"of {n} in step {step}"): g.clone() for n, g in gradients}
         if optimizer is not None:
@@ -86,8 +88,8 @@ def _flat(output: Any) -> tuple[list[torch.Tensor], Any]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], (spec, others)
 
 
-def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """A sum that weighs every element of every output differently."""
+def _loss(outputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """A sum that weighs every element of every output differently, if any has a gradient."""
     terms = []
     for seed, y in enumerate(outputs):
         if y.requires_grad:
@@ -95,9 +97,7 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
             generator = torch.Generator().manual_seed(seed)
             weights = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.dtype)
             terms.append((y * weights).double().sum())
-    if not terms:
-        raise RuntimeError("no output has a gradient")
-    return torch.stack(terms).sum()
+    return torch.stack(terms).sum() if terms else None
 
 
 def _gradients(
