@@ -13,6 +13,7 @@ from shardwise import Config, Plan, PlanError, capture, parallelize
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
+from shardwise.errors import ShardwiseError
 
 SHAPE = (4, 3, 6, 6)
 
@@ -114,3 +115,22 @@ def test_a_part_of_a_parameter_that_a_rank_does_not_hold_is_named() -> None:
 
     for refusal in World(2).run(work):
         assert refusal.startswith("layer 'flip' of evaluation needs 'weight' split in another way")
+
+
+class Spaced(nn.Module):
+    """Between numbers that are tensors; torch has no derivative for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(x[0], x[1], 5)
+
+
+def test_an_operator_without_a_derivative_is_a_sentence_in_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    model = Spaced()
+    plan = Plan.uniform(capture(model, x), n=2)
+
+    def work(comm: Communicator) -> None:
+        parallelize(model, plan, comm=comm)(x).sum().backward()
+
+    with pytest.raises(ShardwiseError, match="derivative for aten::linspace is not implemented"):
+        World(2).run(work)

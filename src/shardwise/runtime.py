@@ -267,7 +267,7 @@ class Runtime:
             return
         self.comm.timeline.switch(run.ops[-1].local.layer.name, "backward")
         wanted = [*leaves.values(), *stored.values()]
-        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        found = _differentiated(outputs, wanted, gradients)
         self.comm.timeline.switch("gradients packed", "copy")
         for name, gradient in zip(leaves, found, strict=False):
             if gradient is not None:
@@ -290,6 +290,16 @@ class Runtime:
         inside = full.intersect(box)
         if not inside.empty:
             whole[step.source][inside.slices_in(full)] += gradient[inside.slices_in(box)]
+
+
+def _differentiated(outputs: list[Any], wanted: Any, gradients: Any) -> tuple[Any, ...]:
+    """Gradients; operators that torch cannot differentiate are refused as it names them."""
+    try:
+        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+    except RuntimeError as error:
+        if "is not implemented" in str(error):
+            raise ShardwiseError(f"backward pass: {str(error).splitlines()[0]}") from error
+        raise
 
 
 def _turn(timeline: Timeline, name: str, _: torch.Tensor) -> None:
