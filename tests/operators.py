@@ -247,6 +247,18 @@ class TransposedGradient(nn.Module):
         return y + self.linear(y)
 
 
+class FunctionalNorm(nn.Module):
+    """Batch norm with a momentum and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("middle", torch.zeros(8))
+        self.register_buffer("spread", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.middle, self.spread, training=True, momentum=0.6)
+
+
 class BatchSize(nn.Module):
     """Numbers made of the batch size."""
 
@@ -336,6 +348,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "transposed gradient": (TransposedGradient(nn.BatchNorm2d(8)), (4, 3, 7, 6)),
     "transposed gradient, frozen": (TransposedGradient(nn.BatchNorm2d(8).eval()), (4, 3, 7, 6)),
     "transposed gradient, groups": (TransposedGradient(nn.GroupNorm(2, 8)), (4, 3, 7, 6)),
+    "functional norm": (FunctionalNorm(), (3, 8, 5, 4)),
     "batch size": (BatchSize(), (3, 8, 5, 4)),
     "one sample conv": (nn.Conv2d(6, 8, 3, padding=1), (6, 11, 9)),
     "one sample conv transpose": (nn.ConvTranspose2d(6, 8, 3, 2, 1, 1), (6, 5, 7)),

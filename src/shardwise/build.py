@@ -319,8 +319,20 @@ class Builder:
         never = not flag and self.captured.training  # F.batch_norm(training=False) while training
         mode = {"module": self._path(node), "always": always, "never": never}
         if request.op == "batch_norm":
-            return mode | {"always": always or args["running_mean"] is None}
+            self._check_statistics(node, args, bool(flag))
+            always = always or args["running_mean"] is None
+            return mode | {"always": always, "momentum": args["momentum"]}
         return mode | {"order": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
+
+    def _check_statistics(self, node: fx.Node, args: dict[str, Any], written: bool) -> None:
+        """What batch norm writes into belongs to the model."""
+        for name in ("running_mean", "running_var") if written else ():
+            operand = self._operand(args[name])
+            if operand is not None and operand.kind not in ("param", "buffer"):
+                raise CaptureError(
+                    f"batch norm ({node}) writes into its {name}, which is no buffer of the model; "
+                    "register it as one"
+                )
 
     def _operand(self, value: Any) -> Operand | None:
         if value is None or isinstance(value, Operand):

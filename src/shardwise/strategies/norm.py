@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
 from shardwise.formats import memory_format_of
@@ -240,11 +241,11 @@ class BatchNorm(Norm):
     def _momentum(local: Local) -> float:
         """The weight of this batch in the running statistics; None means a plain average."""
         module = local.module
-        tracked = getattr(module, "num_batches_tracked", None)
-        momentum = getattr(module, "momentum", 0.1)
-        if momentum is None:
-            return 1.0 / max(1.0, float(tracked))  # type: ignore[arg-type]
-        return momentum
+        if not isinstance(module, _BatchNorm):
+            return local.attrs["momentum"]
+        if module.momentum is None:
+            return 1.0 / max(1.0, float(module.num_batches_tracked or 0))
+        return module.momentum
 
 
 def _splits_space(split: Split) -> bool:
