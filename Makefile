@@ -7,6 +7,9 @@ OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0
 QUICK := $(patsubst %,tests/test_%.py,layout transfer in_process types capture plan schedules pipeline) \
   tests/test_operators.py::test_an_operator_split_in_two_equals_one_device
 
+# Half of a test's time is waiting, for workers or timeouts: two processes run tests.
+SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
+
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -41,10 +44,10 @@ quick: setup  ## a minute of tests: geometry, messages, capture, every operator 
 	$(BIN)/python -m pytest -q $(QUICK)
 
 test: setup browser  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 test-deep: setup  ## run the tests, those that take minutes included
-	$(BIN)/python -m pytest -m "deep or not deep"
+	$(BIN)/python -m pytest -m "deep or not deep" $(SHARED)
 
 lint: setup  ## check style, format and types
 	$(BIN)/ruff check .

@@ -12,11 +12,28 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torc
 from convolutions import SEED
 from shardwise.cli import main
 
+os.environ["SHARDWISE_TEST_SEED"] = str(SEED)  # the same in all processes that run tests
+
+# Files whose tests start programs, shape links or spin: one after the other, and first.
+COMMANDS = ("documents", "examples", "mpi", "launch", "faults", "emulate", "cli", "matrix")
+
 Run = tuple[int, str, str]  # exit code, standard output and standard error
 
 
 def pytest_report_header() -> str:
     return f"SHARDWISE_TEST_SEED={SEED} repeats the random shapes of kernels"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests share a process where several run tests (pytest -n): a file, all commands."""
+
+    def is_command(item: pytest.Item) -> bool:
+        return item.path.stem.removeprefix("test_") in COMMANDS
+
+    for item in items:
+        group = "commands" if is_command(item) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=is_command, reverse=True)
 
 
 @pytest.fixture

@@ -179,7 +179,8 @@ def test_a_rank_that_fails_in_anything_ranks_do_together_ends_all(action: str) -
         raise OSError("the network is down")
 
     first, second = World(2).run(work)
-    assert second == "the network is down" and first == "rank 1 failed: the network is down"
+    assert second == "the network is down"
+    assert first == "rank 1 failed: OSError: the network is down"
 
 
 def test_a_state_that_differs_between_ranks_is_not_loaded() -> None:

@@ -134,3 +134,14 @@ def test_an_operator_without_a_derivative_is_a_sentence_in_backward() -> None:
 
     with pytest.raises(ShardwiseError, match="derivative for aten::linspace is not implemented"):
         World(2).run(work)
+
+
+def test_a_sparse_input_is_refused() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    plan = Plan.uniform(capture(model, x), n=2)
+
+    def work(comm: Communicator) -> None:
+        parallelize(model, plan, comm=comm)(x.to_sparse())
+
+    with pytest.raises(ShardwiseError, match="is torch.sparse_coo, and must be dense"):
+        World(2).run(work)

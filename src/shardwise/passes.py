@@ -89,6 +89,8 @@ def _num_samples(inputs: Inputs, batch: int | None) -> int:
 
 def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) -> None:
     for name, x in zip(graph.inputs, inputs, strict=True):
+        if x.layout is not torch.strided:
+            raise ShardwiseError(f"input {name!r} is {x.layout}, and must be dense: x.to_dense()")
         wanted = graph[name].shape
         if not whole:
             wanted = layer_layout(graph, state.plan, name)[state.comm.rank].shape
