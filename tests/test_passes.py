@@ -143,5 +143,5 @@ def test_a_sparse_input_is_refused() -> None:
     def work(comm: Communicator) -> None:
         parallelize(model, plan, comm=comm)(x.to_sparse())
 
-    with pytest.raises(ShardwiseError, match="is torch.sparse_coo, and must be dense"):
+    with pytest.raises(ShardwiseError, match=r"is torch\.sparse_coo, and must be dense"):
         World(2).run(work)
