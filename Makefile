@@ -8,7 +8,7 @@ QUICK := $(patsubst %,tests/test_%.py,layout transfer in_process types capture p
   tests/test_operators.py::test_an_operator_split_in_two_equals_one_device
 
 # Half of a test's time is waiting, for workers or timeouts: two processes run tests.
-SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
+SHARED := -n 2 --no-loadscope-reorder
 
 PYTHON ?= python3
 BIN := .venv/bin

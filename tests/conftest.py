@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,16 +26,25 @@ def pytest_report_header() -> str:
     return f"SHARDWISE_TEST_SEED={SEED} repeats the random shapes of kernels"
 
 
+def _group(nodeid: str) -> str:
+    """What runs in one process where several run tests (pytest -n): a file, or all commands."""
+    name = Path(nodeid.split("::")[0]).stem.removeprefix("test_")
+    return "commands" if name in COMMANDS else name
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests share a process where several run tests (pytest -n): a file, all commands."""
+    items.sort(key=lambda item: _group(item.nodeid) != "commands")
 
-    def is_command(item: pytest.Item) -> bool:
-        return item.path.stem.removeprefix("test_") in COMMANDS
 
-    for item in items:
-        group = "commands" if is_command(item) else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=is_command, reverse=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Groups(config, log)
 
 
 @pytest.fixture
