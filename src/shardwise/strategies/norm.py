@@ -125,25 +125,26 @@ class NormalizeChannels(torch.autograd.Function):
             sums = torch.stack([mean * own, (var + mean * mean) * own])
         mean, squares = total(sums.unsqueeze(1)).squeeze(1) / count
         var = (squares - mean * mean).clamp_min(0)
-        given = mean.to(x.dtype), var.to(x.dtype)
+        precise = _precise(x.dtype)
+        given = mean.to(precise), var.to(precise)
         ctx.save_for_backward(x, weight, *given)
         ctx.bias, ctx.count, ctx.eps, ctx.total = bias is not None, count, eps, total
         ctx.mark_non_differentiable(mean, var)
         if x.numel() == 0:
             return torch.empty_like(x), mean, var
-        y = torch.native_batch_norm(x, weight, bias, *given, False, 0.0, eps)[0]
+        scale, offset = (None if p is None else p.to(precise) for p in (weight, bias))
+        y = torch.native_batch_norm(x, scale, offset, *given, False, 0.0, eps)[0]
         return y, mean, var
 
     @staticmethod
     def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
         x, weight, mean, var = ctx.saved_tensors
-        rstd, scale = (var.double() + ctx.eps).rsqrt(), weight
-        if weight is None:
-            scale = torch.ones_like(mean)
+        rstd = (var.double() + ctx.eps).rsqrt()
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         if x.numel():
             memory_format = memory_format_of(x)
             x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
-            saved = mean, rstd.to(x.dtype)  # which GPUs ask for, some of them to no purpose
+            saved = mean, rstd.to(mean.dtype)  # which GPUs ask for, some of them to no purpose
             args = (mean, var, *saved, False, ctx.eps, [True, True, True])
             dx, dw, db = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *args)
         else:
@@ -153,8 +154,14 @@ class NormalizeChannels(torch.autograd.Function):
         slope = -rstd * rstd * second
         offset = -rstd * first - slope * mean
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        dx.addcmul_(x, slope.to(x.dtype).view(shape)).add_(offset.to(x.dtype).view(shape))
+        slope, offset = (t.to(mean.dtype).view(shape) for t in (slope, offset))
+        dx = dx.to(mean.dtype).addcmul_(x, slope).add_(offset).to(x.dtype)
         return dx, dw if weight is not None else None, db if ctx.bias else None, None, None, None
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """What statistics are kept in: those of 16 bits have too few digits for their differences."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
