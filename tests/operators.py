@@ -348,6 +348,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "transposed gradient": (TransposedGradient(nn.BatchNorm2d(8)), (4, 3, 7, 6)),
     "transposed gradient, frozen": (TransposedGradient(nn.BatchNorm2d(8).eval()), (4, 3, 7, 6)),
     "transposed gradient, groups": (TransposedGradient(nn.GroupNorm(2, 8)), (4, 3, 7, 6)),
+    "layer norm of all": (nn.LayerNorm((3, 8, 5)), (3, 8, 5)),
     "functional norm": (FunctionalNorm(), (3, 8, 5, 4)),
     "batch size": (BatchSize(), (3, 8, 5, 4)),
     "one sample conv": (nn.Conv2d(6, 8, 3, padding=1), (6, 11, 9)),

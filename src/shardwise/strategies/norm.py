@@ -325,6 +325,8 @@ class LayerNorm(Norm):
         lead = len(split.layer.shape) - split.layer.attrs["num_dims"]
         if all(split.dim_degree(dim) == 1 for dim in range(lead, len(split.layer.shape))):
             return None
+        if lead == 0:  # one pair of sums
+            return Layout.of((2, 1), [split.whole(2), split.whole(1)])
         shape = (2, *split.layer.shape[:lead])
         return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
 
