@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from exactness import assert_exact, seeded_input
 from shardwise.capture import capture
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
@@ -107,3 +108,15 @@ def test_a_graph_that_was_captured_for_other_types_is_refused_by_the_layer() -> 
 
     with pytest.raises(ShardwiseError, match=r"'conv' .*float32 where .*float64 was expected"):
         World(2).run(work)
+
+
+class TurnedNumber(nn.Module):
+    """Dimensions of a number without any, in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean().permute(()).transpose(0, 0).t()
+
+
+def test_a_number_has_no_dimensions_to_turn() -> None:
+    module, x = TurnedNumber(), seeded_input((4, 3))
+    assert_exact(module, x, [Plan.random(capture(module, x), 3, seed) for seed in range(3)])

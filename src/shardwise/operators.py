@@ -185,20 +185,24 @@ def _view(args: Args, shape: Shapes) -> Request:
 
 
 def _permute(args: Args, shape: Shapes) -> Request:
-    num_dims = len(shape(args["self"]))
-    return Request("permute", (args["self"],), {"order": tuple(d % num_dims for d in args["dims"])})
+    return _ordered(args["self"], [d % len(shape(args["self"])) for d in args["dims"]])
 
 
 def _transpose(args: Args, shape: Shapes) -> Request:
     order = list(range(len(shape(args["self"]))))
-    a, b = args.get("dim0", 0), args.get("dim1", 1)
-    order[a], order[b] = order[b], order[a]
-    return Request("permute", (args["self"],), {"order": tuple(order)})
+    if order:
+        a, b = args["dim0"], args["dim1"]
+        order[a], order[b] = order[b], order[a]
+    return _ordered(args["self"], order)
 
 
 def _matrix_transpose(args: Args, shape: Shapes) -> Request:
-    order = (1, 0) if len(shape(args["self"])) == 2 else (0,)
-    return Request("permute", (args["self"],), {"order": order})
+    return _ordered(args["self"], list(range(len(shape(args["self"]))))[::-1])
+
+
+def _ordered(tensor: Any, order: list[int]) -> Request:
+    """A number without dimensions counts as one element of one dimension."""
+    return Request("permute", (tensor,), {"order": tuple(order) or (0,)})
 
 
 def _pad(args: Args, shape: Shapes) -> Request:
