@@ -259,6 +259,13 @@ class FunctionalNorm(nn.Module):
         return functional.batch_norm(x, self.middle, self.spread, training=True, momentum=0.6)
 
 
+class InfiniteGradient(nn.Module):
+    """A ReLU that lets nothing pass of a gradient without bounds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).sqrt().flip(3).sqrt().flip(3)
+
+
 class BatchSize(nn.Module):
     """Numbers made of the batch size."""
 
@@ -349,6 +356,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "transposed gradient, frozen": (TransposedGradient(nn.BatchNorm2d(8).eval()), (4, 3, 7, 6)),
     "transposed gradient, groups": (TransposedGradient(nn.GroupNorm(2, 8)), (4, 3, 7, 6)),
     "layer norm of all": (nn.LayerNorm((3, 8, 5)), (3, 8, 5)),
+    "infinite gradient": (InfiniteGradient(), (3, 8, 5, 4)),
     "functional norm": (FunctionalNorm(), (3, 8, 5, 4)),
     "batch size": (BatchSize(), (3, 8, 5, 4)),
     "one sample conv": (nn.Conv2d(6, 8, 3, padding=1), (6, 11, 9)),

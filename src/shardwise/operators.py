@@ -79,7 +79,9 @@ def _conv_transpose(args: Args, shape: Shapes) -> Request:
     )
 
 
-def _linear(args: Args, shape: Shapes) -> Request:
+def _linear(args: Args, shape: Shapes) -> Request | None:
+    if len(shape(args["weight"])) != 2:  # one filter, of an output without a dimension for it
+        return None
     tensors = (args["input"], args["weight"], args["bias"])
     return Request("linear", tensors, batch_missing=len(shape(args["input"])) == 1)
 
@@ -238,7 +240,9 @@ def _expand(args: Args, shape: Shapes) -> Request:
     return Request("expand", (args["self"],))
 
 
-def _pixel_shuffle(args: Args, shape: Shapes) -> Request:
+def _pixel_shuffle(args: Args, shape: Shapes) -> Request | None:
+    if len(shape(args["self"])) != 4:
+        return None
     return Request("pixel_shuffle", (args["self"],), {"factor": args["upscale_factor"]})
 
 

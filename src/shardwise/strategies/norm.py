@@ -51,6 +51,14 @@ class Grouping:
         values = stats if self.groups is None else stats @ self.groups.T
         return values.view(self.kept)
 
+    def normal(
+        self, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x with mean 0 and variance 1, and by what it was scaled, with the digits of _precise."""
+        precise = _precise(x.dtype)
+        scale = self.expand(rstd).to(precise)
+        return (x - self.expand(mean).to(precise)) * scale, scale
+
     def moments(self, x: torch.Tensor) -> torch.Tensor:
         """Sum and sum of squares per group, in float64 so that they can be added safely; [2, ...].
 
@@ -61,7 +69,8 @@ class Grouping:
         count = prod(x.shape[dim] for dim in self.dims)
         mean, var = x.double(), x.new_zeros(x.shape, dtype=torch.float64)
         if self.dims:
-            var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+            values = x.to(_precise(x.dtype))
+            var, mean = torch.var_mean(values, self.dims, correction=0, keepdim=True)
             mean, var = mean.double().flatten(1), var.double().flatten(1)
         sums = torch.stack([mean * count, (var + mean * mean) * count])
         return sums if self.groups is None else sums @ self.groups
@@ -82,11 +91,11 @@ class Normalize(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, var)
         if x.numel() == 0:
             return torch.empty_like(x), mean, var
-        scale = grouping.expand(rstd).to(x.dtype)
-        y = (x - grouping.expand(mean).to(x.dtype)) * scale
+        normal, _ = grouping.normal(x, mean, rstd)
+        y = normal
         if weight is not None:
-            y = torch.addcmul(bias, y, weight) if bias is not None else y * weight
-        return y, mean, var
+            y = normal * weight if bias is None else torch.addcmul(bias, normal, weight)
+        return y.to(x.dtype), mean, var
 
     @staticmethod
     def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]
@@ -96,17 +105,16 @@ class Normalize(torch.autograd.Function):
             ctx.total(grouping.nothing(x))
             dw = None if weight is None else torch.zeros_like(weight)
             return torch.empty_like(x), dw, dw if ctx.bias else None, None, None, None, None
-        scale = grouping.expand(rstd).to(x.dtype)
-        normal = (x - grouping.expand(mean).to(x.dtype)) * scale
-        dw = db = None
+        normal, scale = grouping.normal(x, mean, rstd)
+        dy, dw, db = dy.to(normal.dtype), None, None
         if weight is not None:
             dw = (dy * normal).sum_to_size(weight.shape)
             db = dy.sum_to_size(weight.shape) if ctx.bias else None
             dy = dy * weight
         sums = torch.stack([grouping.project(dy), grouping.project(dy * normal)])
         means = ctx.total(sums) / count
-        first, second = (grouping.expand(m).to(x.dtype) for m in means)
-        dx = (dy - first - normal * second) * scale
+        first, second = (grouping.expand(m).to(normal.dtype) for m in means)
+        dx = ((dy - first - normal * second) * scale).to(x.dtype)
         return dx, dw, db, None, None, None, None
 
 
@@ -120,7 +128,7 @@ class NormalizeChannels(torch.autograd.Function):
     def forward(ctx, x, weight, bias, count, eps, total):  # type: ignore[no-untyped-def]
         sums = x.new_zeros([2, x.shape[1]], dtype=torch.float64)
         if x.numel():
-            local_mean, local_var = torch.batch_norm_update_stats(x, None, None, 0.0)
+            local_mean, local_var = _statistics(x)
             mean, var, own = local_mean.double(), local_var.double(), x.numel() // x.shape[1]
             sums = torch.stack([mean * own, (var + mean * mean) * own])
         mean, squares = total(sums.unsqueeze(1)).squeeze(1) / count
@@ -157,6 +165,15 @@ class NormalizeChannels(torch.autograd.Function):
         slope, offset = (t.to(mean.dtype).view(shape) for t in (slope, offset))
         dx = dx.to(mean.dtype).addcmul_(x, slope).add_(offset).to(x.dtype)
         return dx, dw if weight is not None else None, db if ctx.bias else None, None, None, None
+
+
+def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of every channel of a block."""
+    if _precise(x.dtype) is x.dtype:
+        return torch.batch_norm_update_stats(x, None, None, 0.0)
+    dims = [0, *range(2, x.ndim)]
+    var, mean = torch.var_mean(x.to(_precise(x.dtype)), dims, correction=0)
+    return mean, var
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -305,7 +322,8 @@ class GroupNorm(Norm):
         per_group = local.layer.shape[1] // local.attrs["groups"]
         if local.sums is None:
             groups = x.shape[1] // per_group
-            return functional.group_norm(x, groups, weight, bias, local.attrs["eps"])
+            # torch.nn.functional's one asks for more than one value in the block of this rank
+            return torch.group_norm(x, groups, weight, bias, local.attrs["eps"])
         start, stop = local.output.starts[1], local.output.stops[1]
         index = torch.arange(start, stop, device=x.device) // per_group - start // per_group
         one_hot = functional.one_hot(index, -(-stop // per_group) - start // per_group).double()

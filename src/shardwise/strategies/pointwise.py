@@ -53,13 +53,13 @@ class SignReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
         y = torch.relu(x)
-        ctx.save_for_backward(y > 0)
+        ctx.save_for_backward(y <= 0)
         return y
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (positive,) = ctx.saved_tensors
-        return gradient * positive
+        (cut_off,) = ctx.saved_tensors
+        return gradient.masked_fill(cut_off, 0)  # infinities and NaN too
 
 
 class PReLU(Pointwise):

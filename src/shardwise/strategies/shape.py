@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -117,7 +118,9 @@ class Cat(Moves):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         parts = [t for t, box in zip(tensors, local.needs, strict=True) if not box.empty]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs["dim"])
+        kind = reduce(torch.promote_types, [t.dtype for t in tensors])  # of those elsewhere too
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs["dim"])
+        return joined.to(kind)
 
 
 class Slice(Moves):
