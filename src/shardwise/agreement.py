@@ -107,7 +107,7 @@ def agree_on(number: int, otherwise: str, comm: Communicator) -> None:
 
 def gather_numbers(numbers: Sequence[int], comm: Communicator) -> list[list[int]]:
     """Every rank's numbers, in rank order."""
-    device = "cuda" if comm._backend == "nccl" else "cpu"
+    device = "cuda" if comm.backend == "nccl" else "cpu"
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(own) for _ in range(comm.size)]
     comm.all_gather(tuple(range(comm.size)), everyone, own, ABOUT).wait()
@@ -133,16 +133,18 @@ def _places(numel: int) -> torch.Tensor:
 
 
 @contextmanager
-def together(comm: Communicator) -> Iterator[None]:
-    """Within, a rank that fails tells all others why, which then end at once."""
-    try:
+def together(comm: Communicator, phase: str) -> Iterator[None]:
+    """Within, all ranks do this; one that fails tells the others why, which then end at once."""
+    if comm.size == 1:
         yield
+        return
+    try:
+        with comm.doing(phase):
+            yield
     except Disagreement:
         raise
     except BaseException as error:
-        abort = getattr(comm, "abort", None)
-        if comm.size > 1 and abort is not None:
-            abort(_reason(error))
+        comm.abort(_reason(error))
         raise
 
 

@@ -113,7 +113,7 @@ class Handle:
 
     def flush(self) -> None:
         """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
-        with together(self.comm):
+        with together(self.comm, "flush"):
             self._state.flush()
 
     def layout(self, name: str) -> Layout | None:
@@ -133,7 +133,7 @@ class Handle:
         """
         self.flush()
         found, whole = {}, {}
-        with together(self.comm):
+        with together(self.comm, "full_tensors"):
             for name, tensor in named_tensors(self._model):
                 if id(tensor) not in whole:
                     whole[id(tensor)] = self._whole(name, name, tensor.detach(), ranks)
@@ -144,7 +144,7 @@ class Handle:
         """Every parameter's whole gradient by its name; see `full_tensors`."""
         self.flush()
         named, found = dict(self._model.named_parameters()), {}
-        with together(self.comm):
+        with together(self.comm, "full_gradients"):
             here = {name for name, param in named.items() if param.grad is not None}
             anywhere = set().union(*self.comm.gather_objects(here))
             for name in (name for name in named if name in anywhere):
@@ -209,7 +209,7 @@ class Handle:
                 exact = value.to(torch.promote_types(value.dtype, torch.float64))
                 norm = torch.linalg.vector_norm(exact, p)
                 own[index] = norm if p == 0 or largest else norm**p
-        with together(comm):
+        with together(comm, "norms"):
             if largest:
                 every = torch.stack(comm.gather_objects(own.cpu()))
                 return (every.amax(0) if p > 0 else every.amin(0)).to(device)

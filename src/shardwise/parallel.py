@@ -63,7 +63,7 @@ def parallelize(
         refusal = error
     agree_to_start(refusal, state.facts if state else {}, comm)
     assert state is not None
-    with together(comm):
+    with together(comm, "parallelize"):
         comm.prepare(())
         return _wrap(model, state)
 
@@ -126,7 +126,7 @@ class ParallelModel(nn.Module):
         state: State | None = self.__dict__.get("_shardwise")
         if state is None:
             return super().state_dict(*args, **kwargs)
-        with together(state.comm):
+        with together(state.comm, "state_dict"):
             state.flush()
             with whole_tensors(self, state.layouts, state.comm):
                 return super().state_dict(*args, **kwargs)
@@ -135,7 +135,7 @@ class ParallelModel(nn.Module):
         """Loads a full state, of any plan or of the original model; all ranks must do it."""
         state: State | None = self.__dict__.get("_shardwise")
         if state is not None:
-            with together(state.comm):
+            with together(state.comm, "load_state_dict"):
                 state.flush()
                 own = {name: x for name, x in state_dict.items() if name.startswith(prefix)}
                 content = checksum([[*own], [*map(checksum, own.values())]])

@@ -32,6 +32,7 @@ from shardwise.runtime import Bound, Runtime, Tensors
 from shardwise.state import State
 
 Inputs = tuple[torch.Tensor, ...]
+FORWARD = "the forward pass"
 
 
 def run(
@@ -49,9 +50,10 @@ def run(
             call = _call(state, inputs, batch, params)
         except Exception as error:
             refusal = error
-    agree(call, refusal, state.comm)
+    with state.comm.doing(FORWARD):
+        agree(call, refusal, state.comm)
     assert bound is not None
-    with together(state.comm):
+    with together(state.comm, FORWARD):
         _count_batches(bound.graph, state)
         outputs = _outputs(state, bound, inputs, params)
     return pytree.tree_unflatten(list(outputs), bound.graph.output_spec)
@@ -252,7 +254,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         made: Pass = ctx.made
         wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
-        with together(made.state.comm):
+        with together(made.state.comm, "the backward pass"):
             return None, None, *_backward(made, gradients, wanted)
 
 

@@ -57,6 +57,12 @@ def tag_of(said: bytes) -> int:
 
 def mismatch(sender: int, said: bytes, receiver: int, awaited: bytes) -> Mismatch:
     """One sentence about a message that is another one than awaited."""
+    (phase, name), (own, waiting) = _place(said), _place(awaited)
+    if phase and own and phase != own:
+        return Mismatch(
+            f"rank {sender} is in {phase} ({name!r}), and rank {receiver} in {own} ({waiting!r}); "
+            "all ranks must do the same thing"
+        )
     sent, wanted = _described(said), _described(awaited)
     if sent == wanted:
         sent += f" as message {_START.unpack_from(said)[3]}"
@@ -67,10 +73,20 @@ def mismatch(sender: int, said: bytes, receiver: int, awaited: bytes) -> Mismatc
     )
 
 
+def _text(said: bytes) -> list[str]:
+    text = said[_START.size + _CHECKSUM.size :].rstrip(b"\0").decode(errors="ignore")
+    return [*text.split("\n", 3), "", "", ""][:4]
+
+
+def _place(said: bytes) -> tuple[str, str]:
+    """What its sender is doing, and with what."""
+    _, _, phase, name = _text(said) if said[: len(MARK)] == MARK else [""] * 4
+    return phase, name
+
+
 def _described(said: bytes) -> str:
     if said[: len(MARK)] != MARK:
         return "bytes that are no message"
-    text = said[_START.size + _CHECKSUM.size :].rstrip(b"\0").decode(errors="ignore")
-    dtype, action, phase, name = (*text.split("\n", 3), "", "", "")[:4]
+    dtype, action, phase, name = _text(said)
     size = f"{_START.unpack_from(said)[4]:,} bytes of {dtype} for " if dtype else ""
     return f"{size}{name!r} ({action}{f' in {phase}' if phase else ''})"

@@ -58,7 +58,7 @@ class Trainer:
     ) -> None:
         self.settings, self.device, self.comm = settings, torch.device(device), Communicator()
         self.comm.prepare(())  # so that from here on one rank's failure ends all
-        with together(self.comm), explained(self):
+        with together(self.comm, "the start of training"), explained(self):
             self._set_up(model, train, test, quiet)
 
     def _set_up(
@@ -133,7 +133,7 @@ class Trainer:
 
     def fit(self) -> list[Epoch]:
         """Trains to the end, or until a signal; returns what each epoch came to."""
-        with together(self.comm):
+        with together(self.comm, "training"):
             self._fit()
         return self.history
 
