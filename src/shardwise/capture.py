@@ -17,7 +17,9 @@ from torch import nn
 from shardwise.build import Builder
 from shardwise.errors import CaptureError
 from shardwise.functional import functional
+from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
+from shardwise.regions import joined, without_inference_mode
 
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
@@ -71,7 +73,8 @@ class Captured:
             if kind == "constant"
         }
         kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
-        self._nodes = list(functional(program.graph, kept, signature.user_inputs).nodes)
+        graph = joined(program.graph_module)
+        self._nodes = list(functional(graph, kept, signature.user_inputs).nodes)
         self.output_spec = program.call_spec.out_spec
         self._user_inputs = [n for n in self._nodes if n.name in signature.user_inputs]
         self._symbols = {
@@ -181,7 +184,7 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: boo
     free = [{0: torch.export.Dim.AUTO} if has else {} for has in has_samples]
     shapes = _as_arguments(model, free)
     try:
-        with torch.no_grad(), _silent():
+        with torch.enable_grad(), kept_whole(), without_inference_mode(), _silent():
             if not may_be_free:
                 return torch.export.export(model, inputs, strict=False)
             with suppress(Exception):  # a model may accept this batch size only

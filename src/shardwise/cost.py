@@ -17,7 +17,7 @@ from shardwise.candidates import Candidates
 from shardwise.cluster import Cluster, Device
 from shardwise.columns import Columns, Layouts
 from shardwise.config import Config
-from shardwise.graph import Layer, LayerGraph
+from shardwise.graph import WITHOUT_GRADIENT, Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.network import Network, Sums, segments_of
 from shardwise.stacks import Stacks
@@ -254,7 +254,8 @@ class Costs:
         """Layers whose output depends on weights, so that gradients flow back to them."""
         found: set[str] = set()
         for layer in self.graph.layers:
-            if layer.params or any(name in found for name in layer.inputs):
+            ends = layer.attrs.get("called") in WITHOUT_GRADIENT
+            if not ends and (layer.params or any(name in found for name in layer.inputs)):
                 found.add(layer.name)
         return frozenset(found)
 

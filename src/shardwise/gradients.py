@@ -15,12 +15,11 @@ import torch
 
 from shardwise.comm import About, Communicator, Pending
 from shardwise.engine import Engine
-from shardwise.graph import LayerGraph
+from shardwise.graph import WITHOUT_GRADIENT, LayerGraph
 from shardwise.program import Program, Run
 from shardwise.strategies import Gradients
 
 Tensors = dict[str, torch.Tensor]
-WITHOUT_GRADIENT = ("detach", "zeros_like", "ones_like")  # operators that end its way
 TRIALS = 3  # backward passes of each engine that is tried; the first one does not count
 
 

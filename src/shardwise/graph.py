@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+WITHOUT_GRADIENT = ("detach", "zeros_like", "ones_like")  # operators that end its way
+
 
 @dataclass(frozen=True)
 class Operand:

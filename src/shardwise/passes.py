@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -233,6 +233,7 @@ class Pass:
     params: Tensors
     leaves: Tensors  # the parameters as layers saw them
     given: frozenset[str]  # parameters that are inputs of the node: of others this rank has nothing
+    spent: bool = False  # its way back has been gone, and nothing was retained
 
 
 class _Node(torch.autograd.Function):
@@ -250,15 +251,43 @@ class _Node(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         made: Pass = ctx.made
+        if made.spent:
+            raise ShardwiseError(
+                f"backward through the same forward pass of the parallel {made.state.name} a "
+                "second time: give the first one retain_graph=True, or add up the losses"
+            )
+        made.spent = not torch._C._autograd._get_current_graph_task_keep_graph()
         wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
-        with together(made.state.comm, "the backward pass"):
-            return None, None, *_backward(made, gradients, wanted)
+        again = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad(), together(made.state.comm, "the backward pass"):
+            found = _backward(made, gradients, wanted, again)
+        if again:
+            found = _First.apply(made.state.name, torch.empty(0, requires_grad=True), *found)
+        return None, None, *found
 
 
-def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+class _First(torch.autograd.Function):
+    """Gradients that are first derivatives, and have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: torch.Tensor, *gradients: Any) -> Any:
+        ctx.name = name
+        return tuple(g.view_as(g) if g is not None else None for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ShardwiseError(
+            f"the parallel {ctx.name} has first derivatives only: the gradients that it gave with "
+            "create_graph=True cannot be differentiated again; compute terms that need second "
+            "derivatives (gradient penalties, say) with the original model"
+        )
+
+
+def _backward(
+    made: Pass, gradients: Sequence[Any], wanted: Sequence[bool], at_once: bool
+) -> list[Any]:
     """The gradients of the inputs, and those of the parameters unless they come later."""
     state, runtime, program = made.state, made.runtime, made.runtime.program
     used = _used(program, gradients, state)
@@ -269,10 +298,11 @@ def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> l
     begin = time.perf_counter()
     sums = state.gradient_sums(runtime.bound, made.params)
     parts = _own_parts(program, gradients, state.output == "full")
-    inputs = runtime.backward(parts, made.leaves, sums, values)
-    adds_up = any(param.grad is not None for param in made.params.values())
-    at_once = adds_up or not state.choice.decided
-    wait = "backward" if at_once else state.choice.engine.wait
+    inputs = runtime.backward(parts, made.leaves, sums, values, keep=not made.spent)
+    at_once |= any(param.grad is not None for param in made.params.values())
+    wait = state.choice.engine.wait
+    if wait != "backward" and (at_once or not state.choice.decided or _autograd_wants(made)):
+        wait = "backward"
     found = sums.finish(stored, state.late if state.settle else None, wait)
     if wait != "backward":
         for name, gradient in found.items():  # autograd would read what is still summed
@@ -288,6 +318,18 @@ def _backward(made: Pass, gradients: Sequence[Any], wanted: Sequence[bool]) -> l
         if not made.params[name].numel():  # no rank has any of it to sum
             found[name] = torch.zeros_like(made.params[name])
     return [*summed, *(found.pop(name, None) for name in made.params if name in made.given)]
+
+
+def _autograd_wants(made: Pass) -> bool:
+    """Whether the gradients of parameters are for others than their `.grad`: a hook, say."""
+    params = [made.params[name] for name in made.given]
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+        return True
+    try:
+        nodes = [get_gradient_edge(param).node for param in params]
+        return not all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch.autograd.grad, of these very parameters
+        return True
 
 
 def _used(program: Program, gradients: Sequence[Any], state: State) -> list[str]:

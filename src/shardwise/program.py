@@ -16,7 +16,7 @@ import torch
 
 from shardwise.box import Box
 from shardwise.errors import PlanError
-from shardwise.graph import Layer, LayerGraph
+from shardwise.graph import WITHOUT_GRADIENT, Layer, LayerGraph
 from shardwise.layout import Layout
 from shardwise.plan import Plan
 from shardwise.strategies import Local, Need, Split, Strategy, strategy_of
@@ -274,7 +274,8 @@ class _Compiler:
         result = layer.name if partial is None else f"{layer.name}~"
         layout = self.layouts[layer.name] = strategy.output(split)
         depends = self._trains(operands) or any(s.name in self.differentiable for s in operands)
-        if depends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
+        ends = layer.attrs.get("called") in WITHOUT_GRADIENT
+        if depends and not ends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
             self.differentiable |= {layer.name, result}
         if partial is not None:
             self.layouts[result], self.dtypes[result] = partial, layer.dtype

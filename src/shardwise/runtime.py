@@ -212,11 +212,17 @@ class Runtime:
     # -- backward ------------------------------------------------------------------------------
 
     def backward(
-        self, gradients: Tensors, params: Tensors, sums: GradientSums, reached: Collection[str]
+        self,
+        gradients: Tensors,
+        params: Tensors,
+        sums: GradientSums,
+        reached: Collection[str],
+        keep: bool = False,
     ) -> Tensors:
         """From gradients of the outputs to those of the inputs; those of weights go to `sums`.
 
-        Only layers that the loss depends on (`reached`) take part, the same on all ranks.
+        Only layers that the loss depends on (`reached`) take part, the same on all ranks. What the
+        forward pass left is used up, or kept for another time.
         """
         gradients = {name: self._lowered(gradient) for name, gradient in gradients.items()}
         flow = _Flow(gradients)
@@ -226,7 +232,7 @@ class Runtime:
             if not self._is_reached(step, reached):
                 sums.after(position)
             elif isinstance(step, Run):
-                self._run_backward(step, flow, sums, params)
+                self._run_backward(step, flow, sums, params, keep)
                 sums.after(position)
                 sums.late.entries += self.bound.late
                 self.bound.late.clear()
@@ -239,7 +245,8 @@ class Runtime:
             else:
                 gradient = flow.take(step.target, self._zeros(step.target))
                 self._uncut(step, gradient, whole)
-        self.tapes.clear()
+        if not keep:
+            self.tapes.clear()
         inputs = {name: flow.take(name, None) for name in self.program.inputs}
         return {name: g for name, g in (inputs | whole).items() if g is not None}
 
@@ -248,13 +255,10 @@ class Runtime:
             return any(op.local.layer.name in reached for op in step.ops)
         return self.program.origins[step.target] in reached
 
-    def _run_backward(self, run: Run, flow: _Flow, sums: GradientSums, params: Tensors) -> None:
-        tape = self.tapes.pop(id(run), None)
-        if tape is None:
-            raise RuntimeError(
-                "backward through the same forward pass a second time: a parallel model keeps "
-                "nothing for it (retain_graph has no effect); add up the losses and go back once"
-            )
+    def _run_backward(
+        self, run: Run, flow: _Flow, sums: GradientSums, params: Tensors, keep: bool
+    ) -> None:
+        tape = self.tapes[id(run)] if keep else self.tapes.pop(id(run))
         outputs, gradients = [], []
         for name in run.outputs:
             gradient = flow.take(name, None)
@@ -267,7 +271,7 @@ class Runtime:
             return
         self.comm.timeline.switch(run.ops[-1].local.layer.name, "backward")
         wanted = [*leaves.values(), *stored.values()]
-        found = _differentiated(outputs, wanted, gradients)
+        found = _differentiated(outputs, wanted, gradients, keep)
         self.comm.timeline.switch("gradients packed", "copy")
         for name, gradient in zip(leaves, found, strict=False):
             if gradient is not None:
@@ -292,10 +296,12 @@ class Runtime:
             whole[step.source][inside.slices_in(full)] += gradient[inside.slices_in(box)]
 
 
-def _differentiated(outputs: list[Any], wanted: Any, gradients: Any) -> tuple[Any, ...]:
+def _differentiated(
+    outputs: list[Any], wanted: Any, gradients: Any, keep: bool
+) -> tuple[Any, ...]:
     """Gradients; operators that torch cannot differentiate are refused as it names them."""
     try:
-        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        return torch.autograd.grad(outputs, wanted, gradients, keep, allow_unused=True)
     except RuntimeError as error:
         if "is not implemented" in str(error):
             raise ShardwiseError(f"backward pass: {str(error).splitlines()[0]}") from error

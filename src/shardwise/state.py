@@ -68,11 +68,13 @@ class State:
         self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self._bound: dict[Any, Bound] = {}  # the last used is last
         self.modules: dict[str, Any] = {}
+        self.name = "model"  # of the original's class
         self._places: list[tuple[str, str, dict[str, nn.Parameter | None]]] = []
 
     def adopt(self, root: nn.Module) -> None:
         """Takes note of the modules of the model that this is about."""
         self.modules = dict(root.named_modules(remove_duplicate=False))
+        self.name = type(root).__name__.removeprefix("Parallel")
         self._places = [
             (name, name.rpartition(".")[2], self.modules[name.rpartition(".")[0]]._parameters)
             for name, _ in root.named_parameters()
