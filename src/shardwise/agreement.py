@@ -31,6 +31,7 @@ class Call:
     gradients: int = 0
     whole: int = 0  # inputs are whole, not parts
     modes: int = 0  # of all modules
+    attributes: int = 0  # of modules, that forward reads
     trained: int = 0  # which parameters, and which inputs need gradients
     kinds: int = 0  # shapes and dtypes of whole inputs
     content: int = 0  # of whole inputs
@@ -49,6 +50,8 @@ class Call:
             return f"runs {self}, and rank 0 {first}; all ranks must do the same"
         if self.modes != first.modes:
             return "has other modules in training mode than rank 0"
+        if self.attributes != first.attributes:
+            return "has other attributes of its modules than rank 0; all ranks must set the same"
         if self.trained != first.trained:
             return "has other parameters or inputs that require gradients than rank 0"
         if self.kinds != first.kinds:

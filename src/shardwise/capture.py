@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.attributes import read_attributes
 from shardwise.build import Builder
 from shardwise.errors import CaptureError
 from shardwise.functional import functional
@@ -48,15 +49,21 @@ class Captured:
     """A model exported once in one mode; gives its layer graph for any batch size."""
 
     def __init__(
-        self, model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool, free: bool = True
+        self,
+        model: nn.Module,
+        inputs: tuple[torch.Tensor, ...],
+        training: bool,
+        free: bool = True,
+        others: tuple[str, ...] = (),
     ) -> None:
         if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
             raise CaptureError("the example input must be tensors whose first dimension is samples")
         self.training, self._given = training, (model, inputs)
+        self._others = others  # modules in another mode
         model = _twin(model)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
-        with _mode(model, training):
+        with _mode(model, training, others), read_attributes(model) as self.reads:
             program = _export(model, inputs, free)
         signature = program.graph_signature
         self._names: dict[str, tuple[str, str]] = {}
@@ -118,7 +125,8 @@ class Captured:
         model, inputs = self._given
         one = [x[:1] if x.shape[0] == self._fixed_batch else x for x in inputs]
         try:
-            graph = Captured(model, tuple(one), self.training, free=False).graph(1)
+            alone = Captured(model, tuple(one), self.training, free=False, others=self._others)
+            graph = alone.graph(1)
         except CaptureError:
             return None
         return replace(graph, batch_is_free=True)
@@ -144,12 +152,13 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """All modules in one mode, and momentum=None (which reads a counter) out of the way."""
+def _mode(model: nn.Module, training: bool, others: tuple[str, ...]) -> Iterator[None]:
+    """Modules in their modes, and momentum=None (which reads a counter) out of the way."""
     flags = {module: module.training for module in model.modules()}
     cumulative = [m for m in model.modules() if getattr(m, "momentum", 0.1) is None]
     try:
-        model.train(training)
+        for name, module in model.named_modules():
+            module.training = training != (name in others)
         for module in cumulative:
             module.momentum = 0.1  # type: ignore[assignment]
         yield

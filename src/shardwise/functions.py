@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction  # what every Function's apply calls
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -76,7 +77,7 @@ def _operator(kind: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _checked(kind: Any, value: Any) -> Any:
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     if any(isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat)) for x in leaves):
         raise CaptureError(
             f"the autograd function {kind.__name__!r} is given {type(value).__name__} arguments "

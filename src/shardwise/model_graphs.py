@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwise.attributes import Looks
 from shardwise.capture import Captured
 from shardwise.graph import LayerGraph
 from shardwise.stored import assign, copy_structure, named_tensors, weightless
@@ -16,6 +17,7 @@ from shardwise.stored import assign, copy_structure, named_tensors, weightless
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
 MOST_CAPTURED = 4  # that are kept: modes, and types of inputs and parameters
+UNCHANGED = Looks()
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class ModelGraphs:
                 twins[id(tensor)] = weightless(tensor)
             assign(self._model, name, twins[id(tensor)])
         self._kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
-        self._captured: dict[tuple[bool, Kinds], Captured] = {}  # the last used is last
+        self._looks = UNCHANGED
+        self._captured: dict[tuple[bool, Kinds, Looks], Captured] = {}  # the last used is last
+        self.reads: dict[str, set[str]] = {}  # attributes that forward reads
         self._lock = threading.RLock()  # a loader asks beside the pass that runs
 
     def __call__(self, training: bool, batch: int) -> LayerGraph:
@@ -64,9 +68,12 @@ class ModelGraphs:
         with self._lock:
             return self._of(training).graph(batch)
 
-    def typed(self, training: bool, batch: int, kinds: Kinds) -> LayerGraph:
-        """The graph where inputs and parameters are of these types."""
+    def typed(
+        self, training: bool, batch: int, kinds: Kinds, looks: Looks = UNCHANGED
+    ) -> LayerGraph:
+        """The graph where inputs and parameters are of these types, and modules look like this."""
         with self._lock:
+            self._looks = looks
             if kinds != self._kinds:
                 self._retype(kinds)
             return self._of(training).graph(batch)
@@ -92,10 +99,14 @@ class ModelGraphs:
                 assign(self._model, other, tensor.to(dtype))
 
     def _of(self, training: bool) -> Captured:
-        key = training, self._kinds
+        key = training, self._kinds, self._looks
         captured = self._captured.pop(key, None)
         if captured is None:
-            captured = Captured(self._model, self._inputs, training)
+            model = copy_structure(self._model) if self._looks.changes else self._model
+            self._looks.apply(model)
+            captured = Captured(model, self._inputs, training, others=self._looks.others)
+            for path, names in captured.reads.items():
+                self.reads.setdefault(path, set()).update(names)
         self._captured[key] = captured
         while len(self._captured) > MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]

@@ -150,6 +150,14 @@ class ParallelModel(nn.Module):
                 return getattr(of(self), name)
             raise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and "_shardwise" in self.__dict__:
+            raise ShardwiseError(
+                "the forward of a parallel model cannot be replaced; change that of the original "
+                "and make it parallel again"
+            )
+        super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *PUBLIC})
 

@@ -115,6 +115,7 @@ def _call(state: State, inputs: Inputs, batch: int | None, params: Tensors) -> C
         gradients=torch.is_grad_enabled(),
         whole=whole,
         modes=checksum([module.training for module in state.modules.values()]),
+        attributes=checksum(state.looks().tokens),
         trained=checksum([[*params], [x.requires_grad for x in inputs]]),
         kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
         content=checksum([checksum(x) for x in inputs]) if whole else 0,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.attributes import Attributes, Looks
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
@@ -56,6 +57,7 @@ class State:
         self._engines = engine.choices(sum(1 for layer in graph.layers if layer.params))
         self.layouts = param_layouts(graph, plan)
         self.arguments = Signature()  # of the model's forward
+        self.attributes: Any = None
         self._begin()
 
     def _begin(self) -> None:
@@ -80,6 +82,7 @@ class State:
             for name, _ in root.named_parameters()
         ]
         self.modules[""] = weakref.proxy(root)
+        self.attributes = Attributes(self.modules, self.attributes and self.attributes.base)
 
     def twin(self) -> State:
         """The same, for a copy of the model."""
@@ -100,7 +103,13 @@ class State:
         """The graph of the next pass: its layers' types depend on what the model is given."""
         if not isinstance(self.graph, ModelGraphs):
             return self.graph(self.training, samples)
-        return self.graph.typed(self.training, samples, Kinds.of(inputs, self.params()))
+        kinds = Kinds.of(inputs, self.params())
+        return self.graph.typed(self.training, samples, kinds, self.looks())
+
+    def looks(self) -> Looks:
+        """How modules differ, in what forward reads, from those that were made parallel."""
+        reads = self.graph.reads if isinstance(self.graph, ModelGraphs) else {}
+        return self.attributes.looks(reads)
 
     # -- programs ------------------------------------------------------------------------------
 

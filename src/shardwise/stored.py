@@ -114,7 +114,7 @@ def guard_blocks(root: nn.Module, layouts: Mapping[str, Layout], rank: int) -> N
             load = partial(_load_blocks, {leaf: (la.shape, la[rank]) for leaf, la in own.items()})
             module.register_load_state_dict_pre_hook(load)
             if path:
-                module.register_forward_pre_hook(partial(_refuse_blocks, path, min(own)))
+                module.__dict__["forward"] = _refusal(path, min(own))
 
 
 class Closed(dict[Any, Any]):
@@ -148,11 +148,16 @@ def close_tables(root: nn.Module) -> None:
             setattr(module, hooks, Closed(getattr(module, hooks), why))
 
 
-def _refuse_blocks(path: str, leaf: str, module: nn.Module, inputs: Any) -> None:
-    raise ShardwiseError(
-        f"module {path!r} of a parallel model cannot be called by itself: every rank holds only a "
-        f"block of its {leaf}; call the whole model"
-    )
+def _refusal(path: str, leaf: str) -> Any:
+    """The forward of a module that cannot be called by itself."""
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        raise ShardwiseError(
+            f"module {path!r} of a parallel model cannot be called by itself: every rank holds "
+            f"only a block of its {leaf}; call the whole model"
+        )
+
+    return forward
 
 
 def _load_blocks(
