@@ -24,6 +24,7 @@ DESCRIBE = {
     "functions",
     "regions",
     "attributes",
+    "hooks",
     "strategies",
     "transfer",
     "units",

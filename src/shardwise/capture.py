@@ -20,6 +20,7 @@ from shardwise.errors import CaptureError
 from shardwise.functional import functional
 from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
+from shardwise.hooks import traced_hooks
 from shardwise.regions import joined, without_inference_mode
 
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
@@ -63,7 +64,8 @@ class Captured:
         model = _twin(model)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
-        with _mode(model, training, others), read_attributes(model) as self.reads:
+        mode = _mode(model, training, others)
+        with mode, traced_hooks(model), read_attributes(model) as self.reads:
             program = _export(model, inputs, free)
         signature = program.graph_signature
         self._names: dict[str, tuple[str, str]] = {}
@@ -79,6 +81,7 @@ class Captured:
             for kind, name in self._names.values()
             if kind == "constant"
         }
+        _check_constants(self.constants)
         kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
         graph = joined(program.graph_module)
         self._nodes = list(functional(graph, kept, signature.user_inputs).nodes)
@@ -130,6 +133,15 @@ class Captured:
         except CaptureError:
             return None
         return replace(graph, batch_is_free=True)
+
+
+def _check_constants(constants: dict[str, torch.Tensor]) -> None:
+    for name, tensor in constants.items():
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"forward uses the tensor {name!r}, which requires gradients and is no parameter: "
+                "make it one (nn.Parameter), or detach it"
+            )
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -109,6 +109,15 @@ class Handle:
             events = comm.timeline.end()
         trace.spans += Trace.of_ranks(comm.gather_objects([tuple(e) for e in events])).spans
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients add up within as on one device, so scripts that accumulate them may use it.
+
+        They are summed over ranks in every backward pass all the same: a part of a gradient means
+        nothing to hooks, to clipping, or to a step that comes too early.
+        """
+        yield
+
     # -- tensors -------------------------------------------------------------------------------
 
     def flush(self) -> None:

@@ -17,12 +17,12 @@ from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.handle import Handle
+from shardwise.hooks import check_hooks, drop_captured
 from shardwise.model_graphs import Graphs, ModelGraphs
 from shardwise.passes import run
 from shardwise.plan import Plan
 from shardwise.state import State
 from shardwise.stored import (
-    HOOKS,
     close_tables,
     copy_structure,
     guard_blocks,
@@ -69,6 +69,7 @@ def parallelize(
 
 
 def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
+    check_hooks(model)
     for name, module in model.named_modules():
         if isinstance(module, ParallelModel):
             what = f"its module {name!r}" if name else "it"
@@ -201,8 +202,7 @@ def _wrap(model: nn.Module, state: State) -> ParallelModel:
     """A copy of the model whose tensors are this rank's blocks of rank 0's."""
     root: Any = copy_structure(model)
     root.__dict__.pop("forward", None)  # the model's own, which was captured
-    for hooks in HOOKS:
-        getattr(root, hooks).clear()  # those that change what goes in or out were captured, too
+    drop_captured(root)
     root.__class__ = _parallel(type(model))
     split_tensors(root, state.layouts, state.comm)
     guard_blocks(root, state.layouts, state.comm.rank)

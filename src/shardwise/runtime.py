@@ -296,9 +296,7 @@ class Runtime:
             whole[step.source][inside.slices_in(full)] += gradient[inside.slices_in(box)]
 
 
-def _differentiated(
-    outputs: list[Any], wanted: Any, gradients: Any, keep: bool
-) -> tuple[Any, ...]:
+def _differentiated(outputs: list[Any], wanted: Any, gradients: Any, keep: bool) -> tuple[Any, ...]:
     """Gradients; operators that torch cannot differentiate are refused as it names them."""
     try:
         return torch.autograd.grad(outputs, wanted, gradients, keep, allow_unused=True)

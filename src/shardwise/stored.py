@@ -18,11 +18,11 @@ from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.exchange import carry
+from shardwise.hooks import HOOKS, never_run
 from shardwise.layout import Layout
 from shardwise.transfer import Transfer
 
 Tensors = dict[str, torch.Tensor]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def weightless(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,11 +141,7 @@ def close_tables(root: nn.Module) -> None:
         why = f"{where} is parallel: change the modules of the original and make it parallel again"
         module._modules = Closed(module._modules, why)
         for hooks in HOOKS if path else ():
-            why = (
-                f"a hook of module {path!r} would never run: layers of a parallel model are run "
-                "without their modules; hooks of the whole model and of parameters do run"
-            )
-            setattr(module, hooks, Closed(getattr(module, hooks), why))
+            setattr(module, hooks, Closed(getattr(module, hooks), never_run(path)))
 
 
 def _refusal(path: str, leaf: str) -> Any:
