@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import threading
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Any
@@ -169,44 +170,31 @@ NOTHING = (token(MISSING), MISSING)
 # -- what forward reads ----------------------------------------------------------------------------
 
 
+_noted: dict[int, set[str]] = {}  # by the identity of a module that is being captured
+_lock = threading.Lock()
+
+
 @contextmanager
 def read_attributes(model: nn.Module) -> Iterator[dict[str, set[str]]]:
     """Within, every attribute of the model's modules that is read is noted, by their paths."""
-    reads: dict[str, set[str]] = {}
-    kinds: list[tuple[Any, Any]] = []
-    for path, module in model.named_modules():
-        kind = type(module)
-        with suppress(TypeError):  # not every class can be taken for another
-            object.__setattr__(module, "__class__", _reading(kind))
-            kinds.append((module, kind))
-            reads[path] = _reads_of(module)
+    named = dict(model.named_modules())
+    reads: dict[str, set[str]] = {path: set() for path in named}
+    own = {id(module): reads[path] for path, module in named.items()}
+    with _lock:
+        _noted.update(own)
+        nn.Module.__getattribute__ = _read  # type: ignore[method-assign]
     try:
         yield reads
     finally:
-        for module, kind in kinds:
-            _noted.pop(id(module), None)
-            object.__setattr__(module, "__class__", kind)
+        with _lock:
+            for key in own:
+                _noted.pop(key, None)
+            if not _noted:
+                del nn.Module.__getattribute__
 
 
-_noted: dict[int, set[str]] = {}
-
-
-def _reads_of(module: nn.Module) -> set[str]:
-    return _noted.setdefault(id(module), set())
-
-
-@cache
-def _reading(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class, whose objects note what is read."""
-
-    def read(self: Any, name: str) -> Any:
-        own = _noted.get(id(self))
-        if own is not None:
-            own.add(name)
-        return kind.__getattribute__(self, name)
-
-    def describe(namespace: dict[str, Any]) -> None:
-        namespace |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        namespace |= {"__getattribute__": read, "__slots__": ()}
-
-    return types.new_class(kind.__name__, (kind,), exec_body=describe)
+def _read(self: Any, name: str) -> Any:
+    own = _noted.get(id(self))
+    if own is not None:
+        own.add(name)
+    return object.__getattribute__(self, name)

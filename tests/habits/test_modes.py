@@ -213,3 +213,17 @@ def test_modules_with_split_weights_are_refused_by_themselves() -> None:
     sentence = "module 'backbone.0' of a parallel model cannot be called by itself: .* whole model"
     assert_refused(use, sentence, build, under=["f=2"])
     assert_refused(direct, sentence, build, under=["f=2"])
+
+
+def test_modules_are_of_their_own_class_while_they_are_captured() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.ReLU()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) if type(layer) is nn.Conv2d else -layer(x)
+            return x
+
+    assert_same(step, lambda: seeded(Chooses()), under=["h=2"])
