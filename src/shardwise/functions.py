@@ -44,7 +44,7 @@ def kept_whole() -> Iterator[None]:
         with _lock:
             _capturing.discard(threading.get_ident())
             if not _capturing:
-                del _SingleLevelFunction.apply
+                delattr(_SingleLevelFunction, "apply")
 
 
 def _apply(kind: Any, *args: Any) -> Any:
@@ -59,7 +59,8 @@ def _apply(kind: Any, *args: Any) -> Any:
 
 
 def _call(kind: Any, args: tuple[Any, ...]) -> Any:
-    return super(_SingleLevelFunction, kind).apply(*args)
+    own: Any = super(_SingleLevelFunction, kind)  # torch's, whatever is in its place
+    return own.apply(*args)
 
 
 def _operator(kind: Any, args: tuple[Any, ...]) -> Any:

@@ -33,6 +33,7 @@ from shardwise.state import State
 
 Inputs = tuple[torch.Tensor, ...]
 FORWARD = "the forward pass"
+_keep_graph: Any = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009
 
 
 def run(
@@ -259,7 +260,7 @@ class _Node(torch.autograd.Function):
                 f"backward through the same forward pass of the parallel {made.state.name} a "
                 "second time: give the first one retain_graph=True, or add up the losses"
             )
-        made.spent = not torch._C._autograd._get_current_graph_task_keep_graph()
+        made.spent = not _keep_graph()
         wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
         again = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad(), together(made.state.comm, "the backward pass"):
