@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +45,7 @@ def same(plain: nn.Module, x: torch.Tensor, use: Callable[[Any, torch.Tensor], A
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return found, {n: g.clone() for n, g in (whole() if whole else named).items()}
 
-    expected, wanted = gradients(plain, x.clone())
-    plain.zero_grad()
+    expected, wanted = gradients(copy.deepcopy(plain), x.clone())
 
     def work(comm: Communicator, split: dict[str, int]) -> Any:
         plan = Plan.uniform(capture(plain, x), **split)
