@@ -120,3 +120,31 @@ class TurnedNumber(nn.Module):
 def test_a_number_has_no_dimensions_to_turn() -> None:
     module, x = TurnedNumber(), seeded_input((4, 3))
     assert_exact(module, x, [Plan.random(capture(module, x), 3, seed) for seed in range(3)])
+
+
+class Noisy(nn.Module):
+    """Numbers drawn like a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), nn.Dropout2d(0.5), Noisy()])
+@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
+def test_random_numbers_follow_the_memory_format_of_inputs_and_weights(
+    drop: nn.Module, weights: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), drop).to(memory_format=weights)
+    for form in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(4, 3, 6, 5).to(memory_format=form)
+        plan = Plan.uniform(capture(plain, x.contiguous()), h=2)
+        torch.manual_seed(1)
+        expected = plain(x)
+
+        def work(comm: Communicator, x: torch.Tensor = x, plan: Plan = plan) -> torch.Tensor:
+            torch.manual_seed(1)
+            return parallelize(plain, plan, comm=comm)(x)
+
+        for y in World(2).run(work):
+            torch.testing.assert_close(y, expected)

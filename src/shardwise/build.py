@@ -322,7 +322,7 @@ class Builder:
             self._check_statistics(node, args, bool(flag))
             always = always or args["running_mean"] is None
             return mode | {"always": always, "momentum": args["momentum"]}
-        return mode | {"order": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
+        return mode | {"memory": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
 
     def _check_statistics(self, node: fx.Node, args: dict[str, Any], written: bool) -> None:
         """What batch norm writes into belongs to the model."""

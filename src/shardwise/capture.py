@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.attributes import read_attributes
 from shardwise.build import Builder
 from shardwise.errors import CaptureError
+from shardwise.formats import like
 from shardwise.functional import functional
 from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
@@ -199,7 +200,7 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: boo
     batch = max(2, samples)
     has_samples = [x.shape[0] == samples for x in inputs]
     examples = tuple(
-        x.new_empty((batch, *x.shape[1:])) if has else x
+        like(x, (batch, *x.shape[1:])) if has else x
         for x, has in zip(inputs, has_samples, strict=True)
     )
     free = [{0: torch.export.Dim.AUTO} if has else {} for has in has_samples]

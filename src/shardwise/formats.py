@@ -17,6 +17,18 @@ def memory_format_of(x: torch.Tensor) -> torch.memory_format:
     )
 
 
+def memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest: the order in which torch draws numbers for it."""
+    if x.is_contiguous():
+        return tuple(range(x.ndim))
+    return tuple(sorted(range(x.ndim), key=lambda dim: -x.stride(dim)))
+
+
+def like(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """An empty tensor of another shape that lies in memory as x does."""
+    return torch.empty_permuted(shape, memory_order(x), dtype=x.dtype, device=x.device)
+
+
 def filling(fill: float, dtype: torch.dtype) -> float:
     """What stands for a number outside a tensor of this type: the least of whole ones for -inf."""
     if fill == -inf and not (dtype.is_floating_point or dtype.is_complex):

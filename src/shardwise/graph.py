@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 WITHOUT_GRADIENT = ("detach", "zeros_like", "ones_like")  # operators that end its way
 
@@ -164,9 +165,16 @@ class LayerGraph:
         for layer in self.layers:
             shape = layer.shape[1:] if layer.dims.startswith("n") else layer.shape
             operands = [(o.kind, o.name) for o in layer.operands]
-            attrs = sorted(layer.attrs.items())
+            attrs = sorted((k, v) for k, v in layer.attrs.items() if k != "memory")
             digest.update(repr((layer.name, layer.op, shape, operands, attrs)).encode())
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def depends_on_memory(self) -> bool:
+        """Whether numbers are drawn in an order that follows how inputs lie in memory."""
+        leaves = [leaf for x in self.layers for leaf in tree_leaves((x.args, dict(x.kwargs)))]
+        drawn = any("memory" in layer.attrs for layer in self.layers)
+        return drawn or any(isinstance(leaf, Like) for leaf in leaves)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.layers))

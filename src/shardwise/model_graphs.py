@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from shardwise.attributes import Looks
 from shardwise.capture import Captured
+from shardwise.formats import memory_order
 from shardwise.graph import LayerGraph
 from shardwise.stored import assign, copy_structure, named_tensors, weightless
 
@@ -22,15 +23,25 @@ UNCHANGED = Looks()
 
 @dataclass(frozen=True)
 class Kinds:
-    """On what the types of a model's values depend: what it is given, and what it holds."""
+    """On what the types of a model's values depend: what it is given, and what it holds.
+
+    Random numbers depend on how inputs lie in memory, too.
+    """
 
     inputs: tuple[torch.dtype, ...]
     stored: tuple[torch.dtype, ...]
+    orders: tuple[tuple[int, ...], ...]  # of the inputs' dimensions in memory
 
     @classmethod
     def of(cls, inputs: tuple[torch.Tensor, ...], stored: Mapping[str, torch.Tensor]) -> Kinds:
         """Those of a pass that is about to begin."""
-        return cls(tuple(x.dtype for x in inputs), tuple(x.dtype for x in stored.values()))
+        types = tuple(x.dtype for x in inputs), tuple(x.dtype for x in stored.values())
+        return cls(*types, tuple(map(memory_order, inputs)))
+
+    @property
+    def in_order(self) -> Kinds:
+        """The same for inputs that lie in memory as their dimensions follow each other."""
+        return replace(self, orders=tuple(tuple(range(len(order))) for order in self.orders))
 
 
 class ModelGraphs:
@@ -74,14 +85,21 @@ class ModelGraphs:
         """The graph where inputs and parameters are of these types, and modules look like this."""
         with self._lock:
             self._looks = looks
-            if kinds != self._kinds:
+            self._retype(kinds.in_order)
+            graph = self._of(training).graph(batch)
+            if kinds.orders != self._kinds.orders and graph.depends_on_memory:
                 self._retype(kinds)
-            return self._of(training).graph(batch)
+                graph = self._of(training).graph(batch)
+            return graph
 
     def _retype(self, kinds: Kinds) -> None:
         """Inputs and parameters become of these types."""
+        if kinds == self._kinds:
+            return
+        given = zip(self._inputs, kinds.inputs, kinds.orders, strict=True)
         self._inputs = tuple(
-            x.to(dtype) for x, dtype in zip(self._inputs, kinds.inputs, strict=True)
+            torch.empty_permuted(x.shape, order, dtype=dtype, device=x.device)
+            for x, dtype, order in given
         )
         named = list(self._model.named_parameters())
         for (_, param), dtype in zip(named, kinds.stored, strict=True):

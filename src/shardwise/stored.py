@@ -29,6 +29,8 @@ def weightless(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter of the same shape that takes no memory; a copy of a buffer (export writes it)."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.clone()
+    if not tensor.is_contiguous():  # never touched, so that it is only an address
+        return nn.Parameter(torch.empty_like(tensor.detach()), tensor.requires_grad)
     return nn.Parameter(tensor.detach().new_zeros(()).expand(tensor.shape), tensor.requires_grad)
 
 

@@ -106,7 +106,7 @@ class Dropout(Pointwise):
             return x * 0.0
         if self.feature:
             shape = shape[:2] + (1,) * (len(shape) - 2)
-        mask = _draw(x, shape, local.attrs["order"], p, fused=x.is_cuda and not self.feature)
+        mask = _draw(x, shape, local.attrs["memory"], p, fused=x.is_cuda and not self.feature)
         box = local.output.slices_in(local.output.whole(local.layer.shape))
         mask = mask[box[:2]] if self.feature else mask[box]
         return x * mask * (1 / (1 - p))
