@@ -61,6 +61,7 @@ EXECUTE = {
     "parallel",
     "agreement",
     "passes",
+    "block",
     "handle",
     "probe",
     "sum_tuning",

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.agreement import together
+from shardwise.block import plain
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.layout import Layout
@@ -184,7 +185,7 @@ class Handle:
         """
         self.flush()
         params = list(self._model.parameters())  # a rank may lack a gradient that others have
-        gradients = [p.new_empty(0) if p.grad is None else p.grad for p in params]
+        gradients = [p.new_empty(0) if p.grad is None else plain(p.grad) for p in params]
         norm = torch.linalg.vector_norm(self.norms(params, gradients, norm_type), norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -214,6 +215,7 @@ class Handle:
         for index, (param, value) in enumerate(zip(params, values, strict=True)):
             layout = self.layout(names[id(param)])
             owner = layout.segment(comm.rank)[0] if layout else 0
+            value = plain(value)
             if owner == comm.rank and value.numel():
                 exact = value.to(torch.promote_types(value.dtype, torch.float64))
                 norm = torch.linalg.vector_norm(exact, p)

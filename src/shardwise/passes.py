@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from shardwise.agreement import Call, Disagreement, agree, checksum, gather_numbers, together
+from shardwise.block import Block, plain
 from shardwise.box import Box
 from shardwise.comm import About
 from shardwise.errors import PlanError, ShardwiseError
@@ -141,22 +142,16 @@ def _outputs(state: State, bound: Bound, inputs: Inputs, params: Tensors) -> Seq
     lookup = partial(_lookup, state, bound.graph.constants, leaves)
     runtime = Runtime(bound, lookup, state.precision, state.watch)
     if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
-        given = frozenset(n for n, p in params.items() if p.numel() or _is_nothing(state, n))
-        made = Pass(state, runtime, params, leaves, given)
-        anchor = torch.empty(0, requires_grad=True)  # a rank may hold no parameter at all
-        return _Node.apply(made, anchor, *inputs, *(params[n] for n in params if n in given))
+        made = Pass(state, runtime, params, leaves)
+        anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
+        return _Node.apply(made, anchor, *inputs, *params.values())
     return _forward(state, runtime, inputs, record=False)
-
-
-def _is_nothing(state: State, name: str) -> bool:
-    """Whether a parameter has no elements on any rank."""
-    layout = state.layouts.get(name)
-    return layout is None or not layout.numels.any()
 
 
 def _leaf(param: torch.Tensor) -> torch.Tensor:
     """The parameter as layers see it: its hooks are for the whole gradient, not for parts of it."""
-    return param.detach().requires_grad_() if param._backward_hooks else param
+    own = isinstance(param, Block) or param._backward_hooks
+    return plain(param).requires_grad_() if own else param
 
 
 def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torch.Tensor]:
@@ -184,6 +179,7 @@ def _lookup(
         path, _, leaf = source.name.rpartition(".")
         tensor = params.get(source.name)
         tensor = getattr(state.modules[path], leaf) if tensor is None else tensor
+        tensor = plain(tensor) if isinstance(tensor, Block) else tensor
         layout = state.layouts.get(source.name)
         held = Box.whole(tuple(tensor.shape)) if layout is None else layout[state.comm.rank]
     if tensor.ndim == 0 or held == source.box:
@@ -234,7 +230,6 @@ class Pass:
     runtime: Runtime
     params: Tensors
     leaves: Tensors  # the parameters as layers saw them
-    given: frozenset[str]  # parameters that are inputs of the node: of others this rank has nothing
     spent: bool = False  # its way back has been gone, and nothing was retained
 
 
@@ -316,15 +311,16 @@ def _backward(
         _input_gradient(state, program, name, inputs.get(name)) if needed else None
         for name, needed in zip(program.inputs, wanted, strict=True)
     ]
-    for name in made.given & stored:
-        if not made.params[name].numel():  # no rank has any of it to sum
-            found[name] = torch.zeros_like(made.params[name])
-    return [*summed, *(found.pop(name, None) for name in made.params if name in made.given)]
+    for name in stored & made.params.keys():
+        leaf = made.leaves[name]
+        if not leaf.numel():  # this rank has none of it to sum, and optimizers do as all others
+            found[name] = torch.zeros_like(leaf)
+    return [*summed, *(found.pop(name, None) for name in made.params)]
 
 
 def _autograd_wants(made: Pass) -> bool:
     """Whether the gradients of parameters are for others than their `.grad`: a hook, say."""
-    params = [made.params[name] for name in made.given]
+    params = list(made.params.values())
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
         return True
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.block import BlockParameter, Place, plain
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.errors import ShardwiseError
@@ -94,9 +95,18 @@ def split_tensors(root: nn.Module, layouts: dict[str, Layout], comm: Communicato
         if id(tensor) not in blocks:
             block = block_of(full.pop(id(tensor)), layouts.get(name), comm.rank)
             if isinstance(tensor, nn.Parameter):
-                block = nn.Parameter(block, requires_grad=tensor.requires_grad)
+                block = _parameter(block, tensor.requires_grad, layouts.get(name), name, comm)
             blocks[id(tensor)] = block
         assign(root, name, blocks[id(tensor)])
+
+
+def _parameter(
+    block: torch.Tensor, requires_grad: bool, layout: Layout | None, name: str, comm: Communicator
+) -> nn.Parameter:
+    """A parameter, which knows of what it is a block where other ranks have others."""
+    if layout is None or not is_split(block, layout):
+        return nn.Parameter(block, requires_grad)
+    return BlockParameter(block, requires_grad, Place(name, layout, comm))
 
 
 def is_split(tensor: torch.Tensor, layout: Layout | None) -> bool:
@@ -195,7 +205,7 @@ def whole_tensors(
             if is_split(tensor, layouts.get(name)):
                 blocks[name] = tensor
                 if id(tensor) not in whole:
-                    full = gather_whole(name, tensor.detach(), layouts[name], comm)
+                    full = gather_whole(name, tensor, layouts[name], comm)
                     trained = isinstance(tensor, nn.Parameter)
                     whole[id(tensor)] = (
                         nn.Parameter(full, tensor.requires_grad) if trained else full
@@ -253,6 +263,7 @@ def gather_whole(
     ranks: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The whole tensor from the ranks that hold its blocks; on all ranks, or on those given."""
+    block = plain(block)
     if not is_split(block, layout):
         return block.clone()
     owners = layout.owners()
