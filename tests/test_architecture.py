@@ -62,6 +62,8 @@ EXECUTE = {
     "agreement",
     "passes",
     "block",
+    "elementwise",
+    "stepping",
     "handle",
     "probe",
     "sum_tuning",

@@ -34,6 +34,9 @@ class Place:
     layout: Layout
     comm: Communicator
 
+    def __deepcopy__(self, memo: Any) -> Place:
+        return self
+
     @cached_property
     def counts(self) -> bool:
         """Whether this rank's block goes into sums: of those that are the same only one does."""
@@ -49,6 +52,10 @@ class Block(torch.Tensor):
     """This rank's block of a tensor that lies on several ranks."""
 
     _place: Place
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What an optimizer keeps is saved as a plain tensor; it notes the box itself."""
+        return plain(self).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(

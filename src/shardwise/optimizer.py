@@ -28,15 +28,10 @@ def optimizer(
 
     >>> sgd = optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     """
-    delayed = type(f"Delayed{kind.__name__}", (_Delayed, kind), {})
+    delayed = type(f"Delayed{kind.__name__}", (_Delayed, kind), {"shardwise_kind": kind})
     made = delayed(model.parameters() if params is None else params, **options)
     made.follow(of(model)._state)
     return made
-
-
-def kind_of(stepper: Optimizer) -> type[Optimizer]:
-    """The kind of an optimizer, whether or not it delays updates."""
-    return next(kind for kind in type(stepper).__mro__ if not issubclass(kind, _Delayed))
 
 
 class _Delayed(Optimizer):

@@ -22,6 +22,7 @@ from shardwise.model_graphs import Graphs, ModelGraphs
 from shardwise.passes import run
 from shardwise.plan import Plan
 from shardwise.state import State
+from shardwise.stepping import note_originals
 from shardwise.stored import (
     close_tables,
     copy_structure,
@@ -210,6 +211,7 @@ def _wrap(model: nn.Module, state: State) -> ParallelModel:
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)
+    note_originals(model, root)
     return root
 
 

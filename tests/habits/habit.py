@@ -39,8 +39,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.second, self.head = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.Linear(6, 4)
+        self.conv, self.norm = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.second, self.head = nn.Conv2d(6, 6, 3, padding=1), nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.norm(self.conv(x)))

@@ -149,7 +149,7 @@ def test_drawing_new_weights_after_wrapping_is_refused_where_they_are_split(fill
 
 def test_constant_weights_and_drawn_ones_that_are_whole_are_the_same() -> None:
     def fill(model: Any, x: torch.Tensor) -> Any:
-        nn.init.zeros_(model.conv.bias), nn.init.constant_(model.head.weight, 0.25)
+        nn.init.zeros_(model.second.bias), nn.init.constant_(model.head.weight, 0.25)
         return model(x)
 
     def draw(model: Any, x: torch.Tensor) -> Any:

@@ -12,8 +12,9 @@ from shardwise.box import Box
 from shardwise.checkpoint.contents import Held, host_copy
 from shardwise.checkpoint.document import DTYPES, Document, Group, Values
 from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.elementwise import kind_of
 from shardwise.errors import ShardwiseError
-from shardwise.optimizer import kind_of
+from shardwise.stepping import NOTE
 
 PREFIX = "optimizer"
 PLAIN = (bool, int, float, str, type(None))
@@ -180,7 +181,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             value = value.item()
         value = list(value) if isinstance(value, tuple) else value
-        if key in ("params", "param_names"):
+        if key in ("params", "param_names", NOTE):
             continue
         if not all(isinstance(v, PLAIN) for v in (value if isinstance(value, list) else [value])):
             raise ShardwiseError(

@@ -26,6 +26,8 @@ class Lars(Optimizer):
     0.001
     """
 
+    knows_blocks = True
+
     def __init__(
         self,
         params: Iterable[Any],
