@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,13 @@ PADDING = ("conv", "pad", "max_pool", "avg_pool")  # operators that read beyond 
 AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
 
 
+@dataclass(frozen=True)
+class Constant:
+    """What a model returns beside tensors: None, a number, a word."""
+
+    value: Any
+
+
 class Builder:
     """Walks the exported nodes once and makes the layers for one batch size."""
 
@@ -43,22 +50,23 @@ class Builder:
         self.values: dict[fx.Node, Operand] = {}  # what a tensor node stands for
 
     def build(self) -> LayerGraph:
-        outputs: list[str] = []
+        returned: list[Operand | Constant] = []
         for node in self.captured._nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                outputs = [self._returned(arg) for arg in pytree.tree_leaves(node.args[0])]
+                returned = [self._returned(arg) for arg in pytree.tree_leaves(node.args[0])]
         inputs = tuple(self.values[n].name for n in self.captured._user_inputs)
         return LayerGraph(
             layers=tuple(self.layers.values()),
             inputs=inputs,
-            outputs=tuple(outputs),
+            outputs=tuple(y.name for y in returned if isinstance(y, Operand)),
             batch=self.batch,
             training=self.captured.training,
             output_spec=self.captured.output_spec,
+            numbers={i: y.value for i, y in enumerate(returned) if isinstance(y, Constant)},
             constants=self.captured.constants,
             batch_is_free=self.captured.batch_is_free,
         )
@@ -341,15 +349,13 @@ class Builder:
             raise CaptureError(f"{value} is used before it is computed")
         return self.values[value]
 
-    def _returned(self, arg: Any) -> str:
-        if not isinstance(arg, fx.Node):
-            raise CaptureError(f"the model returns {arg!r}, which is not a tensor")
-        if arg not in self.values:
-            raise CaptureError(f"the model returns a number ({arg}), and not a tensor")
+    def _returned(self, arg: Any) -> Operand | Constant:
+        if not isinstance(arg, fx.Node) or arg not in self.values:
+            return Constant(self._int(arg))  # perhaps of the batch size
         operand = self.values[arg]
         if operand.kind != "value":
             raise CaptureError(f"the model returns its {operand.kind} {operand.name!r} unchanged")
-        return operand.name
+        return operand
 
     # -- names, shapes, arguments --------------------------------------------------------------
 
@@ -399,10 +405,21 @@ class Builder:
         found = expr.subs({symbol: self.batch for symbol in self.captured._symbols})
         if getattr(found, "free_symbols", None):
             raise CaptureError(
-                f"the model depends on a number ({found}) that is only known when it runs: sizes "
-                "and branches may depend on the shapes of inputs, not on their values"
+                f"the model depends on a number{self._origin(found)} that is only known when it "
+                "runs: sizes and branches may depend on the shapes of inputs, not on their values"
             )
         return plain(found)
+
+    def _origin(self, expr: Any) -> str:
+        """The operators that numbers come from which depend on values."""
+        for node in self.captured._nodes:
+            if expr.free_symbols & set(node.meta.get("unbacked_bindings") or ()):
+                path = self._path(node)
+                of = f" of module {path!r}" if path else ""
+                line = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
+                code = f" ({line[0].strip()})" if line else ""
+                return f" of {aten_name(node)!r}{of}{code}"
+        return f" ({expr})"
 
     def _named_args(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by their schema names, defaults filled in, sizes made concrete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from shardwise.graph import LayerGraph
 from shardwise.hooks import traced_hooks
 from shardwise.regions import joined, without_inference_mode
 
+UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
 
@@ -219,6 +221,12 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: boo
     except Exception as error:
         shapes = ", ".join("x".join(map(str, x.shape)) for x in inputs)
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        unknown = UNKNOWN_OUTPUT.search(reason)
+        if unknown:
+            reason = (
+                f"it returns a {unknown[1]}, of which torch.export does not know the parts; call "
+                "torch.export.register_dataclass of that class before, or return a tuple or dict"
+            )
         raise CaptureError(
             f"{type(model).__name__} cannot be captured for input {shapes}: {reason.strip()}"
         ) from error

@@ -127,7 +127,7 @@ class LayerGraph:
     """Layers in the order in which they can run, for one batch size.
 
     `outputs` names the layers whose tensors the model returns; `output_spec` is the structure that
-    its forward returns them in (a tuple, a dict, ...).
+    its forward returns them in (a tuple, a dict, ...), `numbers` what is no tensor there, by place.
     """
 
     layers: tuple[Layer, ...]
@@ -136,6 +136,7 @@ class LayerGraph:
     batch: int
     training: bool
     output_spec: Any = field(repr=False, default=None)
+    numbers: Mapping[int, Any] = field(repr=False, default_factory=dict)
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     batch_is_free: bool = True
 

@@ -93,6 +93,10 @@ def of(model: nn.Module) -> Handle:
     return Handle(model, state)
 
 
+class NoModule(ShardwiseError, AttributeError):
+    """What DDP has, and code for DDP asks for."""
+
+
 PUBLIC = frozenset(name for name in dir(Handle) if not name.startswith("_"))
 
 
@@ -150,6 +154,8 @@ class ParallelModel(nn.Module):
         except AttributeError:
             if name in PUBLIC and "_shardwise" in self.__dict__:
                 return getattr(of(self), name)
+            if name == "module":  # a loop that unwraps while there is one must come to an end
+                raise NoModule("a parallel model is the module itself: leave out .module") from None
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -58,7 +58,15 @@ def run(
     with together(state.comm, FORWARD):
         _count_batches(bound.graph, state)
         outputs = _outputs(state, bound, inputs, params)
-    return pytree.tree_unflatten(list(outputs), bound.graph.output_spec)
+    return _arranged(bound.graph, outputs)
+
+
+def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
+    """Outputs in the structure in which the model's forward returns them."""
+    leaves: list[Any] = list(outputs)
+    for place, value in graph.numbers.items():
+        leaves.insert(place, value)
+    return pytree.tree_unflatten(leaves, graph.output_spec)
 
 
 def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset[str]) -> Bound:
@@ -296,7 +304,7 @@ def _backward(
     sums = state.gradient_sums(runtime.bound, made.params)
     parts = _own_parts(program, gradients, state.output == "full")
     inputs = runtime.backward(parts, made.leaves, sums, values, keep=not made.spent)
-    at_once |= any(param.grad is not None for param in made.params.values())
+    at_once |= any(param.is_leaf and param.grad is not None for param in made.params.values())
     wait = state.choice.engine.wait
     if wait != "backward" and (at_once or not state.choice.decided or _autograd_wants(made)):
         wait = "backward"

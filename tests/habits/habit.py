@@ -147,7 +147,7 @@ def _under(script: Callable[[Wrap], Any], name: str, graphs: list[ModelGraphs]) 
     def work(comm: Communicator) -> Outcome:
         models: list[nn.Module] = []
 
-        def wrap(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> nn.Module:
+        def parallel(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> nn.Module:
             if len(graphs) == len(models):
                 shapes, dtypes = zip(*((tuple(x.shape), x.dtype) for x in inputs), strict=True)
                 graphs.append(ModelGraphs(model, shapes, dtypes))
@@ -158,7 +158,7 @@ def _under(script: Callable[[Wrap], Any], name: str, graphs: list[ModelGraphs]) 
 
         torch.manual_seed(0)
         try:
-            return _outcome(script(wrap), models)
+            return _outcome(script(parallel), models)
         except ShardwiseError as error:
             return Outcome(refusal=str(error))
 
