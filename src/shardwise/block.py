@@ -208,7 +208,7 @@ class _SumOfAll(torch.autograd.Function):
         counted = torch.tensor([place.counts for place in places], device=own.device)
         total = torch.where(counted, own, 0)
         comm = places[0].comm
-        with together(comm):
+        with together(comm, what):
             comm.all_reduce(tuple(range(comm.size)), total, About(what)).wait()
         return total
 
@@ -236,7 +236,7 @@ def _extremes(blocks: Sequence[Any], largest: bool, what: str) -> torch.Tensor:
         )
     comm, mine = blocks[0]._place.comm, torch.stack(own)
     every = [torch.empty_like(mine) for _ in range(comm.size)]
-    with together(comm):
+    with together(comm, what):
         comm.all_gather(tuple(range(comm.size)), every, mine, About(what)).wait()
     stacked = torch.stack(every)
     return stacked.amax(0) if largest else stacked.amin(0)

@@ -125,7 +125,7 @@ def _twin(
 
 def _check_group(optimizer: Optimizer, group: dict[str, Any], blocks: list[BlockParameter]) -> None:
     _check_kind(optimizer, group, blocks)
-    with together(blocks[0]._place.comm) if blocks else nullcontext():
+    with together(blocks[0]._place.comm, "an optimizer's step") if blocks else nullcontext():
         _check_boxes(group, blocks)
     for param in blocks:
         own = optimizer.state.get(param, {})
