@@ -288,7 +288,7 @@ def test_gradients_that_are_asked_for_fill_nothing_whenever_sums_are_waited_for(
         (found,) = torch.autograd.grad(model(x).square().sum(), [model.conv.weight])
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
         nothing = all(p.grad is None for p in model.parameters())
-        model.conv.bias.register_hook(lambda g: seen.append(1))
+        model.conv.weight.register_hook(lambda g: seen.append(1))
         model(x).square().sum().backward()
         return nothing and seen == [1]
 
