@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -140,6 +140,13 @@ def _is_record(value: Any) -> bool:
     return known and not isinstance(value, type) and type(value).__eq__ is not object.__eq__
 
 
+def _content(record: Any) -> dict[str, Any]:
+    """The fields of a record, which may be slots."""
+    if hasattr(record, "__dict__"):
+        return vars(record)
+    return {own.name: getattr(record, own.name, MISSING) for own in fields(record)}
+
+
 class _Which(int):
     """The identity of an object, which means nothing to other ranks, and so is not written."""
 
@@ -161,7 +168,7 @@ def token(value: Any) -> Any:
     if kind is set:
         return "set", tuple(sorted(map(repr, value)))
     if _is_record(value):
-        return kind.__name__, token(vars(value))
+        return kind.__name__, token(_content(value))
     return kind.__name__, _Which(id(value))
 
 

@@ -16,7 +16,7 @@ from shardwise import Plan, ShardwiseError, capture, parallelize
 from shardwise.comm.in_process import InProcess, World
 
 
-@dataclass
+@dataclass(slots=True)
 class Options:
     power: int = 1
 
