@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -150,10 +151,11 @@ def main() -> None:
         num_runs = sum(verdict.num_runs for verdict in verdicts)
         return in_time and (not arguments.random or num_runs < arguments.random)
 
-    for verdict in run(chunks, arguments.jobs, go_on):
-        verdicts.append(verdict)
-        if verdict.kind in (*BAD, SLOW) or arguments.only:
-            print(told(verdict, bool(arguments.only)), flush=True)
+    with suppress(KeyboardInterrupt):  # what was found until then is told
+        for verdict in run(chunks, arguments.jobs, go_on):
+            verdicts.append(verdict)
+            if verdict.kind in (*BAD, SLOW) or arguments.only:
+                print(told(verdict, bool(arguments.only)), flush=True)
     print(report(verdicts, (time.monotonic() - begin) / 60))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))

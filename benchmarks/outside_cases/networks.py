@@ -228,7 +228,7 @@ MONAI: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         (1, 32, 32),
     ),
     "hovernet": ("HoVerNet", {"mode": "fast", "out_classes": 3}, (3, 256, 256)),
-    "quicknat": ("Quicknat", {"num_class": 3, "num_channels": 1, "num_filters": 8}, (1, 32, 32)),
+    "quicknat": ("Quicknat", {"num_classes": 3, "num_channels": 1, "num_filters": 8}, (1, 32, 32)),
     "reg unet": (
         "RegUNet",
         {"spatial_dims": 2, "in_channels": 2, "num_channel_initial": 4, "depth": 2},
