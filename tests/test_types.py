@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -148,3 +149,18 @@ def test_random_numbers_follow_the_memory_format_of_inputs_and_weights(
 
         for y in World(2).run(work):
             torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_convolutions_of_16_bits_over_narrow_blocks_are_right_on_any_cpu(kind: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = kind(3, 4, (2, 3), stride=(1, 2)).bfloat16(), torch.randn(2, 3, 5, 7).bfloat16()
+    plan = Plan.uniform(capture(plain, x), w=3)
+    exact = copy.deepcopy(plain).float()(x.float())
+
+    def work(comm: Communicator) -> torch.Tensor:
+        return parallelize(plain, plan, comm=comm)(x)
+
+    for y in World(3).run(work):
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), exact, rtol=2e-2, atol=2e-2)
