@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.errors import CaptureError
+
 
 @dataclass(frozen=True)
 class Request:
@@ -124,7 +126,7 @@ def _pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request | None]:
         if op == "avg_pool":
             attrs["count_include_pad"] = args["count_include_pad"]
             attrs["divisor"] = args.get("divisor_override")
-        missing = len(shape(_first(args))) == num_dims + 1
+        missing = _is_one_sample(shape(_first(args)), num_dims)
         return Request(op, (_first(args),), attrs, batch_missing=missing)
 
     return request
@@ -138,9 +140,17 @@ def _adaptive_pool(op: str, num_dims: int) -> Callable[[Args, Shapes], Request |
             last = len(shape(x))
             dims = tuple(range(last - num_dims, last))
             return Request("reduce", (x,), {"kind": "mean", "dims": dims, "keepdim": True})
-        return Request(op, (x,), batch_missing=len(shape(x)) == num_dims + 1)
+        return Request(op, (x,), batch_missing=_is_one_sample(shape(x), num_dims))
 
     return request
+
+
+def _is_one_sample(shape: Sequence[int], num_dims: int) -> bool:
+    """Whether the first dimension of what is pooled is channels, of which there must be some."""
+    missing = len(shape) == num_dims + 1
+    if missing and shape[0] == 0:
+        raise CaptureError(f"a sample of {'x'.join(map(str, shape))} has no channels to pool")
+    return missing
 
 
 def _reduce(kind: str) -> Callable[[Args, Shapes], Request | None]:
