@@ -19,6 +19,8 @@ os.environ["SHARDWISE_TEST_SEED"] = str(SEED)  # the same in all processes that 
 # Files whose tests start programs, shape links or spin: one after the other, and first.
 COMMANDS = ("documents", "examples", "mpi", "launch", "faults", "emulate", "cli", "matrix")
 
+LONG = ("interruptions", "properties", "trainer", "gradients", "checkpoints", "kills")
+
 Run = tuple[int, str, str]  # exit code, standard output and standard error
 
 
@@ -33,7 +35,9 @@ def _group(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _group(item.nodeid) != "commands")
+    """What takes long begins early, so that all processes end together."""
+    order = {name: place for place, name in enumerate(("commands", *LONG))}
+    items.sort(key=lambda item: order.get(_group(item.nodeid), len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)
