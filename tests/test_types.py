@@ -164,3 +164,15 @@ def test_convolutions_of_16_bits_over_narrow_blocks_are_right_on_any_cpu(kind: A
     for y in World(3).run(work):
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y.float(), exact, rtol=2e-2, atol=2e-2)
+
+
+class CutAndWrapped(nn.Module):
+    """Circular padding that cuts off on one side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(x, (-1, 2, 1, -2), mode="circular")
+
+
+def test_circular_padding_wraps_what_was_not_cut_off() -> None:
+    module, x = CutAndWrapped(), seeded_input((2, 3, 5, 6))
+    assert_exact(module, x, [Plan.random(capture(module, x), 3, seed) for seed in range(3)])

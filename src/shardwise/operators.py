@@ -217,7 +217,9 @@ def _ordered(tensor: Any, order: list[int]) -> Request:
     return Request("permute", (tensor,), {"order": tuple(order) or (0,)})
 
 
-def _pad(args: Args, shape: Shapes) -> Request:
+def _pad(args: Args, shape: Shapes) -> Request | None:
+    if args.get("mode") == "circular" and min(args["pad"]) < 0:  # torch cuts off, then wraps
+        return None
     num_dims = len(shape(args["self"]))
     flat = [*args["pad"], *[0] * (2 * num_dims - len(args["pad"]))]
     pads = tuple((flat[2 * i], flat[2 * i + 1]) for i in reversed(range(num_dims)))
