@@ -18,6 +18,7 @@ DESCRIBE = {
     "dims",
     "operators",
     "build",
+    "calls",
     "capture",
     "formats",
     "functional",

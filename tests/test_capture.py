@@ -220,3 +220,34 @@ def test_a_functional_layer_that_is_told_not_to_train_does_not(name: str) -> Non
 
     graph = capture(Net(), torch.zeros(2, 3, 4, 4))
     assert graph.layers[-1].attrs["never"]
+
+
+def test_a_shape_that_fits_only_some_batches_is_refused_for_the_others() -> None:
+    class Reshaped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(5, -1, 2)
+
+    captured = Captured(Reshaped(), (torch.zeros(2, 3, 5),), training=True)
+    assert captured.graph(4).layers[-1].shape == (5, 6, 2)
+    for batch in (1, 3):
+        with pytest.raises(CaptureError, match=f"reshape with a shape .* a batch of {batch}: "):
+            captured.graph(batch)
+
+
+def test_no_samples_are_captured_by_themselves() -> None:
+    class Solved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.solve_ex(x, torch.zeros(0, 0))[0]
+
+    captured = Captured(Solved(), (torch.zeros(2, 0, 0),), training=True)
+    assert captured.graph(2).layers[-1].shape == (2, 0, 0)
+    assert captured.graph(0).layers[-1].shape == (0, 0)  # vectors, not matrices
+
+
+def test_statistics_that_are_no_buffers_are_not_written() -> None:
+    class Kept(nn.Module):
+        def forward(self, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+            return nn.functional.instance_norm(x, mean, var)
+
+    with pytest.raises(CaptureError, match="instance_norm .* writes into its running_mean"):
+        capture(Kept(), torch.randn(2, 3, 4, 4), torch.zeros(3), torch.ones(3))

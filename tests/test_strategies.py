@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from operators import OPERATORS
-from shardwise import Config, Plan, capture
+from shardwise import Config, Plan, capture, parallelize
+from shardwise.comm.in_process import World
 from shardwise.graph import Layer
 from shardwise.layout import Layout
 from shardwise.strategies import STRATEGIES, Split, strategy_of
@@ -107,3 +108,21 @@ def test_batch_norm_of_one_rank_is_torch_s(
     exact = torch.var_mean(x.double(), dims, correction=0)
     for got, right in zip((y, *found, var, mean), (expected, *wanted, *exact), strict=True):
         torch.testing.assert_close(got, right.to(got.dtype), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("name", ["batch", "instance", "group", "layer"])
+def test_norms_over_ranks_keep_the_digits_of_values_far_from_nought(name: str) -> None:
+    norms = {
+        "batch": nn.BatchNorm2d(4, eps=1e-12),
+        "instance": nn.InstanceNorm2d(4, eps=1e-12),
+        "group": nn.GroupNorm(2, 4, eps=1e-12),
+        "layer": nn.LayerNorm((6, 5), eps=1e-12),
+    }
+    model = norms[name].double()
+    torch.manual_seed(0)
+    x = 1.0 + 1e-5 * torch.randn(3, 4, 6, 5, dtype=torch.float64)
+    plan = Plan.uniform(capture(model, x), h=2)
+    found = World(2).run(lambda comm: parallelize(model, plan, comm=comm)(x))
+    expected = model(x)
+    for y in found:  # squares of whole values would leave six digits
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)

@@ -6,6 +6,7 @@ Of each family the smallest members; no pure transformers, and no detectors, who
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import nn
 
 from outside_cases.case import Case, number, seed_everything
 
-SIZES = (32, 64, 96, 128, 192, 224, 256)  # of images, in the order in which they are tried
-SECONDS = 60.0  # that a network may take
+SIZES = (32, 64, 96, 128, 192, 224, 256, 299)  # of images, in the order in which they are tried
+SECONDS = 240.0  # of computing that a network may take
 
 TORCHVISION = """
 alexnet convnext_tiny deeplabv3_mobilenet_v3_large deeplabv3_resnet50 densenet121 densenet169
@@ -24,7 +25,13 @@ mobilenet_v3_small r2plus1d_18 r3d_18 raft_small regnet_x_400mf regnet_x_800mf r
 regnet_y_800mf resnet18 resnet34 resnet50 resnext50_32x4d s3d shufflenet_v2_x0_5
 shufflenet_v2_x1_0 squeezenet1_0 squeezenet1_1 vgg11 vgg11_bn vgg13 wide_resnet50_2
 """
-VIDEO = {"mc3_18": 32, "r2plus1d_18": 32, "r3d_18": 32, "s3d": 64}  # frames come before the image
+VIDEO = {  # frames come before the image
+    "mc3_18": (3, 16, 32, 32),
+    "r2plus1d_18": (3, 16, 32, 32),
+    "r3d_18": (3, 16, 32, 32),
+    "s3d": (3, 16, 224, 224),
+}
+SEGMENTATION = ("deeplabv3", "fcn", "lraspp")
 
 TIMM = """
 bat_resnext26ts botnet26t_256 caformer_s18 coat_lite_tiny coat_tiny coatnet_nano_cc_224
@@ -224,7 +231,7 @@ MONAI: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "mednext": (
         "MedNeXt",
         {"spatial_dims": 2, "init_filters": 8, "in_channels": 1, "out_channels": 2,
-         "blocks_down": (1, 1), "blocks_up": (1, 1), "bottleneck_blocks": 1},
+         "blocks_down": (1, 1), "blocks_up": (1, 1), "blocks_bottleneck": 1},
         (1, 32, 32),
     ),
     "hovernet": ("HoVerNet", {"mode": "fast", "out_classes": 3}, (3, 256, 256)),
@@ -305,21 +312,21 @@ def _build(group: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     if package == "timm":
         return _with_input(timm.create_model(name, num_classes=10), [(3, s, s) for s in SIZES])
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    kinds = {"weights_backbone": None} if "_resnet50" in name or "_mobilenet_v3" in name else {}
+    kinds = {"weights_backbone": None} if name.startswith(SEGMENTATION) else {}
     model = torchvision.models.get_model(name, weights=None, **extra, **kinds)
     if name in VIDEO:
-        return _with_input(model, [(3, frames, frames, frames) for frames in (VIDEO[name],)])
+        return _with_input(model, [VIDEO[name]])
     return _with_input(model, [(3, s, s) for s in SIZES], 2 if name.startswith("raft") else 1)
 
 
 def _with_input(
     model: nn.Module, shapes: list[tuple[int, ...]], num_inputs: int = 1
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The model in float64 with inputs of the first shape that it takes."""
-    model = model.double()
+    """The model with inputs of the first shape that it takes, in float64 if it can."""
     error: Exception | None = None
-    for shape in shapes:
-        inputs = tuple(torch.randn(2, *shape, dtype=torch.float64) for _ in range(num_inputs))
+    for dtype, shape in product((torch.float64, torch.float32), shapes):
+        model, samples = model.to(dtype), [torch.randn(2, *shape) for _ in range(num_inputs)]
+        inputs = tuple(x.to(dtype) for x in samples)
         try:
             with torch.no_grad():
                 model(*inputs)

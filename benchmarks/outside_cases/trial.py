@@ -36,6 +36,7 @@ UNIFORM: tuple[dict[str, int], ...] = (
     {"f": 3}, {"n": 3}, {"c": 2, "f": 2}, {"n": 5}, {"d": 2},
 )  # fmt: skip
 WORLDS = (2, 2, 3, 3, 4, 5)  # of random plans
+ENOUGH = 15.0  # seconds of computing after which no other plan is tried
 AS_A_USER = 0.1  # of all plans are run without the graphs that were captured before
 
 
@@ -136,7 +137,7 @@ class _Trial:
             found = self.run(seed + draw, uniform=draw % 2 == 0)
             worst = max(worst, found, key=lambda verdict: SEVERITY.index(verdict.kind))
             num_runs += 1
-            if worst.kind in BAD or time.process_time() - begin > self.case.seconds / 4:
+            if worst.kind in BAD or time.process_time() - begin > ENOUGH:
                 break
         if worst.kind not in BAD and isinstance(self.expected, Seen):
             seen = _observe(self.module, self.inputs, self.case, self.backward)

@@ -12,24 +12,18 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from shardwise.calls import draws, is_an_argument, is_made, names_of, pure, tensor_nodes
 from shardwise.dims import default_dims, label_dims
 from shardwise.errors import CaptureError
 from shardwise.functional import aten_name, is_counter, is_in_place, named_args
 from shardwise.graph import Layer, LayerGraph, Like, Operand, Slot
-from shardwise.operators import (
-    ITEMS,
-    MADE,
-    OPERATORS,
-    OTHERWISE_IN_PLACE,
-    OVERWRITING,
-    POINTWISE,
-    Request,
-)
+from shardwise.operators import ITEMS, OPERATORS, OTHERWISE_IN_PLACE, POINTWISE, Request
 
 if TYPE_CHECKING:
     from shardwise.capture import Captured
 
 PADDING = ("conv", "pad", "max_pool", "avg_pool")  # operators that read beyond an edge
+RESHAPES = ("reshape", "view", "_unsafe_view")
 AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
 
 
@@ -165,7 +159,7 @@ class Builder:
     def _check_item(self, source: fx.Node, index: int) -> None:
         """Every result of an operator is a layer that computes it anew: that must be the same."""
         used = [user for user in source.users if user.users]
-        if len(used) > 1 and _draws(source):
+        if len(used) > 1 and draws(source):
             raise CaptureError(
                 f"{aten_name(source)!r} of {self._path(source) or 'the model'!r} uses random "
                 "numbers, and several of its results are used; use only one of them"
@@ -187,14 +181,14 @@ class Builder:
 
     def _request(self, node: fx.Node, name: str, args: dict[str, Any]) -> Request | None:
         """The operator for an ATen call, or None where it has no strategy."""
-        if _is_made(node, name):
+        if is_made(node, name):
             return Request("made", ())
         if name in POINTWISE:
             return Request("pointwise", ())
         try:
             return OPERATORS[name](args, self._node_shape) if name in OPERATORS else None
         except KeyError as missing:
-            if _is_an_argument(node.target, missing.args[0]):  # of another overload
+            if is_an_argument(node.target, missing.args[0]):  # of another overload
                 return None
             raise
 
@@ -212,10 +206,12 @@ class Builder:
         shape = self._shape(node.meta["val"]) if shape is None else shape
         request = self._opaque(node, None) if request is None else request
         called = request.attrs.get("node", node) if request.op in AS_CALLED else None
-        tensors = request.tensors if called is None else _tensor_nodes(called)
+        tensors = request.tensors if called is None else tensor_nodes(called)
         operands = [self._operand(tensor) for tensor in tensors]
         if request.op in PADDING:
             operands[0] = self._as_value(node, operands[0])
+        if request.op == "view":
+            self._check_view(node, operands[0], shape)
         attrs = self._attrs(node, request, operands)
         values = [o for o in operands if o is not None and o.kind == "value"]
         inputs = [(o.shape, self.layers[o.name].dims) for o in values]
@@ -235,6 +231,18 @@ class Builder:
         self.layers[layer.name] = layer
         operand = self.values[node] = Operand("value", layer.name, shape, layer.scalar)
         return operand
+
+    def _check_view(self, node: fx.Node, x: Operand | None, shape: tuple[int, ...]) -> None:
+        """Sizes that were captured for other batches may not fit this one."""
+        args = self._named_args(node) if aten_name(node) in RESHAPES else {}
+        asked = args.get("shape", args.get("size", shape))
+        fits = all(want in (-1, size) for want, size in zip(asked, shape, strict=False))
+        if x is not None and (prod(x.shape) != prod(shape) or not fits):
+            raise CaptureError(
+                f"{repr(self._path(node)) if self._path(node) else 'the model'} calls "
+                f"{aten_name(node)} with a shape that does not fit a batch of {self.batch}: "
+                f"{'x'.join(map(str, x.shape))} as {'x'.join(map(str, asked))}"
+            )
 
     def _as_value(self, node: fx.Node, operand: Operand | None) -> Operand:
         """A stored tensor as a layer: what lies beyond its edge comes with the messages."""
@@ -267,10 +275,13 @@ class Builder:
         if request.op in ("pointwise", "opaque", "made"):
             called = request.attrs.get("node", node)
             attrs["called"] = aten_name(called)
+            if attrs["called"] == "instance_norm":
+                args = self._named_args(called)
+                self._check_statistics(called, args, args["use_input_stats"])
             attrs["written"] = is_in_place(called) and request.op != "made"
             attrs["in_place"] = is_in_place(called) and request.op == "pointwise"
             attrs["on_a_copy"] = is_in_place(called) and attrs["called"] in OTHERWISE_IN_PLACE
-            if _draws(called):
+            if draws(called):
                 attrs["draws"] = True
         if request.op == "reduce":
             (x,) = operands
@@ -294,9 +305,12 @@ class Builder:
             is_tensor = isinstance(value, fx.Node) and value in slots
             return slots[value] if is_tensor else self._int(value)
 
-        target = called.target if op == "made" else _pure(called.target)
+        target = called.target if op == "made" else pure(called.target)
         args, kwargs = called.args, called.kwargs
-        if sorted(_names(target)) == sorted(_names(called.target)) and target is not called.target:
+        if (
+            sorted(names_of(target)) == sorted(names_of(called.target))
+            and target is not called.target
+        ):
             args, kwargs = (), named_args(called)  # the twin may have another order
         return {
             "target": str(target),
@@ -333,13 +347,13 @@ class Builder:
         return mode | {"memory": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
 
     def _check_statistics(self, node: fx.Node, args: dict[str, Any], written: bool) -> None:
-        """What batch norm writes into belongs to the model."""
+        """What a norm writes into belongs to the model."""
         for name in ("running_mean", "running_var") if written else ():
             operand = self._operand(args[name])
             if operand is not None and operand.kind not in ("param", "buffer"):
                 raise CaptureError(
-                    f"batch norm ({node}) writes into its {name}, which is no buffer of the model; "
-                    "register it as one"
+                    f"{aten_name(node)} ({node}) writes into its {name}, which is no buffer of "
+                    "the model; register it as one"
                 )
 
     def _operand(self, value: Any) -> Operand | None:
@@ -441,65 +455,3 @@ class Builder:
             value.meta.get("val"), (torch.Tensor, list, tuple)
         )
         return value if is_tensor else self._int(value)
-
-
-def _pure(target: Any) -> Any:
-    """The operator that is not in place, or the operator itself."""
-    name = target._schema.name.split("::")[1]
-    if not name.endswith("_") or name.startswith("_"):
-        return target
-    packet = getattr(torch.ops.aten, name.rstrip("_"), None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    same_name = [each for each in overloads if each._overloadname == target._overloadname]
-    same_types = [each for each in overloads if _types(each) == _types(target)]
-    for twin in (*same_types, *same_name):
-        if len(_names(twin)) == len(_names(target)):
-            return twin
-    raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
-
-
-def _types(target: Any) -> list[str]:
-    return [str(argument.type) for argument in target._schema.arguments]
-
-
-def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
-    """The tensors among a call's arguments, each once, in order."""
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator uses random numbers."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    args = named_args(node)
-    off = args.get("train", args.get("training")) is False
-    never = 0.0 in (args.get("p", 1.0), args.get("dropout_p", 1.0), args.get("dropout", 1.0))
-    return not off and not never
-
-
-def _is_made(node: fx.Node, name: str) -> bool:
-    """Whether the result depends on nothing but shapes and, perhaps, random numbers."""
-    tensors = _tensor_nodes(node)
-    if name in MADE:
-        return len(tensors) <= (name.endswith("_like") or name.startswith("new_"))
-    if not _draws(node):
-        return False
-    overwrites = is_in_place(node) and name in OVERWRITING
-    only_like = name.endswith("_like") or node.target is _BERNOULLI
-    return len(tensors) <= (overwrites or only_like)
-
-
-_BERNOULLI = torch.ops.aten.bernoulli.p
-
-
-def _names(target: Any) -> list[str]:
-    """The names of an operator's arguments."""
-    return [argument.name for argument in target._schema.arguments]
-
-
-def _is_an_argument(target: Any, name: str) -> bool:
-    """Whether any overload of an operator has such an argument."""
-    packet = getattr(target, "overloadpacket", None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    return any(name == a.name for each in overloads for a in each._schema.arguments)

@@ -26,6 +26,7 @@ from shardwise.hooks import traced_hooks
 from shardwise.regions import joined, without_inference_mode
 
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
+SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
 
@@ -87,9 +88,10 @@ class Captured:
         _check_constants(self.constants)
         kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
         graph = joined(program.graph_module)
-        self._nodes = list(functional(graph, kept, signature.user_inputs).nodes)
+        user_inputs = signature.user_inputs  # made anew whenever it is asked for
+        self._nodes = list(functional(graph, kept, user_inputs).nodes)
         self.output_spec = program.call_spec.out_spec
-        self._user_inputs = [n for n in self._nodes if n.name in signature.user_inputs]
+        self._user_inputs = [n for n in self._nodes if n.name in user_inputs]
         self._symbols = {
             symbol
             for node in self._user_inputs
@@ -119,20 +121,20 @@ class Captured:
         return graph
 
     def _build(self, batch: int) -> LayerGraph:
-        alone = self._of_one_sample() if batch == 1 and self.batch_is_free else None
-        return alone or Builder(self, batch).build()
+        special = batch in SPECIAL and self.batch_is_free
+        return (self._by_itself(batch) if special else None) or Builder(self, batch).build()
 
-    def _of_one_sample(self) -> LayerGraph | None:
-        """The graph of a single sample, captured by itself.
+    def _by_itself(self, batch: int) -> LayerGraph | None:
+        """The graph of one sample or of none, captured by itself.
 
-        Models may treat it in another way (squeeze, say), of which the others know nothing. None
+        Models may treat these in another way (squeeze, say), of which the others know nothing. None
         where it cannot be captured: batch norm refuses one value, which it says when it runs.
         """
         model, inputs = self._given
-        one = [x[:1] if x.shape[0] == self._fixed_batch else x for x in inputs]
+        few = [x[:batch] if x.shape[0] == self._fixed_batch else x for x in inputs]
         try:
-            alone = Captured(model, tuple(one), self.training, free=False, others=self._others)
-            graph = alone.graph(1)
+            alone = Captured(model, tuple(few), self.training, free=False, others=self._others)
+            graph = alone.graph(batch)
         except CaptureError:
             return None
         return replace(graph, batch_is_free=True)

@@ -7,7 +7,7 @@ and leaves out what a loss does not depend on.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -66,7 +66,17 @@ def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
     leaves: list[Any] = list(outputs)
     for place, value in graph.numbers.items():
         leaves.insert(place, value)
-    return pytree.tree_unflatten(leaves, graph.output_spec)
+    return _unflattened(iter(leaves), graph.output_spec)
+
+
+def _unflattened(leaves: Iterator[Any], spec: Any) -> Any:
+    """As pytree does it, which makes a plain tuple of a torch.Size."""
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_unflattened(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(parts)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
 
 
 def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset[str]) -> Bound:

@@ -290,7 +290,8 @@ class _Compiler:
             g.target.numels[self.rank] for g in gathers
         )
         draws = strategy.draws or layer.attrs.get("draws", False)
-        active = not local.output.empty or draws or joins
+        announced = strategy.always_runs and 0 in layer.shape and self.rank in config.ranks
+        active = not local.output.empty or draws or joins or announced
         without = tuple(i for i, operand in enumerate(layer.operands) if 0 in operand.shape)
         return Op(strategy, local, operands, result, active, total, gathers, without)
 

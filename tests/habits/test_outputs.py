@@ -72,8 +72,9 @@ torch.export.register_dataclass(Result)
         lambda y, f, x: Result(y, f),
         lambda y, f, x: (y, y, f),
         lambda y, f, x: (y.sum(), f.argmax(1), f > 0),
+        lambda y, f, x: (y, f.shape, torch.broadcast_shapes((3, 1), (1, 2))),
     ],
-    ids=["dict", "named tuple", "numbers", "dataclass", "twice", "types"],
+    ids=["dict", "named tuple", "numbers", "dataclass", "twice", "types", "sizes"],
 )
 def test_structures_numbers_and_nothing_are_returned(arrange: Any) -> None:
     assert_same(use, build=returning(arrange))

@@ -223,6 +223,7 @@ class Strategy:
     free = False  # hands out a view of its operand: no time, no memory
     degrees_matter = False  # to what it says, beside which axes are split
     keeps_inputs = False  # for the backward pass
+    always_runs = False  # even if nothing comes of it: torch.export may have told another shape
     keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
 
     def __init_subclass__(cls) -> None:

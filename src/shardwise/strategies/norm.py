@@ -2,7 +2,8 @@
 
 Every norm here is the same computation over another grouping of elements: `project` sums a tensor
 over each group, `expand` spreads one value per group over its elements. Ranks that hold parts of a
-group add up their sums (`Local.sum`): one message of two numbers per group, in each direction.
+group add up their sums (`Local.sum`): one message of two numbers per group, in each direction. In
+float64, which has no wider type to add squares in, the variance takes a message of its own.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ class Grouping:
         sums = torch.stack([mean * count, (var + mean * mean) * count])
         return sums if self.groups is None else sums @ self.groups
 
+    def squares(self, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """The sum of squared distances from the mean, per group, below one of nothing; [2, ...]."""
+        sums = self.nothing(x)
+        if x.numel():
+            sums[1] = self.project((x - self.expand(mean)).square())
+        return sums
+
 
 class Normalize(torch.autograd.Function):
     """y = (x - mean) * rstd * weight + bias, with mean and rstd over groups that span ranks."""
@@ -83,7 +91,10 @@ class Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, grouping, count, eps, total):  # type: ignore[no-untyped-def]
         sums = total(grouping.moments(x))
         mean = sums[0] / count
-        var = (sums[1] / count - mean * mean).clamp_min(0)
+        if x.dtype is torch.float64:
+            var = total(grouping.squares(x, mean))[1] / count
+        else:
+            var = (sums[1] / count - mean * mean).clamp_min(0)
         rstd = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias = bias is not None
@@ -133,6 +144,10 @@ class NormalizeChannels(torch.autograd.Function):
             sums = torch.stack([mean * own, (var + mean * mean) * own])
         mean, squares = total(sums.unsqueeze(1)).squeeze(1) / count
         var = (squares - mean * mean).clamp_min(0)
+        if x.dtype is torch.float64:
+            dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+            sums[1] = (x - mean.view(shape)).square().sum(dims)
+            var = total(sums.unsqueeze(1)).squeeze(1)[1] / count
         precise = _precise(x.dtype)
         given = mean.to(precise), var.to(precise)
         ctx.save_for_backward(x, weight, *given)

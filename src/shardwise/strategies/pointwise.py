@@ -154,6 +154,8 @@ class Opaque(Strategy):
     what came of it.
     """
 
+    always_runs = True
+
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}
 
