@@ -249,5 +249,5 @@ def test_statistics_that_are_no_buffers_are_not_written() -> None:
         def forward(self, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
             return nn.functional.instance_norm(x, mean, var)
 
-    with pytest.raises(CaptureError, match="instance_norm .* writes into its running_mean"):
+    with pytest.raises(CaptureError, match=r"instance_norm .* writes into its running_mean"):
         capture(Kept(), torch.randn(2, 3, 4, 4), torch.zeros(3), torch.ones(3))

@@ -2,8 +2,8 @@
 
 Every rank holds a block of a split weight, and of its gradient. What is done element by element is
 right on blocks. A sum, a norm or the like of all elements is found together with the other ranks,
-so that torch's own clip_grad_norm_, a penalty or a gradient scaler mean the whole tensor. What
-would be wrong on a block is refused. All ranks must do the same, as with all parallel models.
+so that torch's own clip_grad_norm_, a penalty or a gradient scaler mean the whole tensor. What is
+not known to be right on a block is refused. As with all parallel models, all ranks do the same.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ class Block(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.__name__
-        together_ = WHOLE.get(name)
+        whole = WHOLE.get(name)
         with torch._C.DisableTorchFunctionSubclass():
-            if together_ is not None:
-                return together_(func, args, kwargs)
-            if name in REFUSED or name.startswith("linalg_"):
-                raise _refusal(name, _places((*args, *kwargs.values())))
+            if whole is not None:
+                return whole(func, args, kwargs)
+            attribute = func.__self__.__name__ if name == "__get__" else ""
+            if attribute in OTHER_TENSORS or not (attribute or _is_right(name)):
+                raise _refusal(attribute or name, _places((*args, *kwargs.values())))
             result = func(*args, **kwargs)
-        return _kept(result, args) if name in KEEPING or func in DATA else result
+        return _kept(name, result, args) if name in KEEPING or func in DATA else result
 
 
 class BlockParameter(Block, nn.Parameter):
@@ -114,7 +115,6 @@ class BlockParameter(Block, nn.Parameter):
 
 
 _GRAD: Any = torch.Tensor.grad
-DATA = {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
 # As DTensor does it: optimizers and clipping take these as they take plain parameters.
 for known in (_optimizers_types, _utils_types):
@@ -136,22 +136,53 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 # -- what is right on a block ----------------------------------------------------------------------
 
+# Everything else is refused: nobody can list all that would be wrong.
 BY_ELEMENT = """
-    abs absolute add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous cpu
-    cuda detach div divide double eq exp float ge gt half isfinite isinf isnan le lerp log log1p
-    logical_not lt maximum minimum mul multiply nan_to_num ne neg negative new_empty pow reciprocal
-    relu requires_grad_ rsqrt rsub sigmoid sign sqrt square sub subtract tanh to true_divide where
-    __abs__ __add__ __div__ __eq__ __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __neg__ __pow__
-    __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
+    abs absolute acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not
+    bitwise_or bool ceil clamp clamp_max clamp_min clip clone contiguous copysign cos cosh cpu cuda
+    detach div divide double empty_like eq erf exp exp2 expm1 float floor floor_divide fmod frac
+    full_like ge gelu greater gt half hardtanh hypot int isclose isfinite isinf isnan le leaky_relu
+    lerp less log log10 log1p log2 logical_and logical_not logical_or logical_xor long lt
+    masked_fill maximum minimum mul multiply nan_to_num ne neg negative new_empty not_equal
+    ones_like positive pow reciprocal relu remainder requires_grad_ round rsqrt rsub sgn sigmoid
+    sign silu sin sinh softplus sqrt square sub subtract tan tanh threshold to true_divide trunc
+    type type_as where xlogy zeros_like
+    __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__
+    __mod__ __mul__ __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rmul__ __rpow__ __rsub__
+    __rtruediv__ __sub__ __truediv__ __xor__
 """
 KEEPING = frozenset(BY_ELEMENT.split())
 
+IN_PLACE = """
+    __iadd__ __imul__ __ipow__ __isub__ __itruediv__ constant_ copy_ fill_ zero_ share_memory_
+"""
+OF_FORM = """
+    data_ptr dim element_size get_device has_names is_complex is_contiguous is_floating_point
+    is_inference is_pinned is_same_size is_shared is_signed ndimension new_full new_ones new_tensor
+    new_zeros register_hook register_post_accumulate_grad_hook result_type retain_grad size
+    storage_offset stride untyped_storage __delete__ __format__ __hash__ __len__ __repr__
+    _has_compatible_shallow_copy_type _is_view
+"""
+ALLOWED = frozenset((IN_PLACE + OF_FORM).split())
+FUSED = ("_foreach_", "_fused_")  # what optimizers do to many tensors at once
+OTHER_TENSORS = ("T", "mT", "H", "mH", "real", "imag")  # that are attributes
+DATA = {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
-def _kept(result: Any, args: tuple[Any, ...]) -> Any:
+
+def _is_right(name: str) -> bool:
+    """Whether what a function makes of a block is the block of what it makes of the whole."""
+    if name in ALLOWED or name in KEEPING or name.removesuffix("_") in KEEPING:
+        return True
+    return name.startswith(FUSED) and name != "_foreach_max"
+
+
+def _kept(name: str, result: Any, args: tuple[Any, ...]) -> Any:
     """What is made of a block element by element is a block of what would be made of the whole."""
+    places = _places(args)
+    if isinstance(result, tuple):  # where, of a condition alone
+        raise _refusal(name, places)
     if type(result) is not torch.Tensor:
         return result
-    places = _places(args)
     first = places[0]
     for place in places[1:]:
         if place.layout != first.layout:
@@ -159,8 +190,13 @@ def _kept(result: Any, args: tuple[Any, ...]) -> Any:
                 f"{first.name!r} and {place.name!r} are split in other ways, and their blocks on "
                 "one rank do not belong together; use shardwise.of(model).full_tensors()"
             )
-    blocks = [value for value in args if isinstance(value, Block)]
-    return as_block(result, first) if result.shape == blocks[0].shape else result
+    block = next(value for value in args if isinstance(value, Block))
+    if result.shape != block.shape:
+        raise ShardwiseError(
+            f"{name} of one rank's block of {first.name!r}, {list(block.shape)}, and a tensor of "
+            f"another shape gave {list(result.shape)}; use shardwise.of(model).full_tensors()"
+        )
+    return as_block(result, first)
 
 
 def _places(args: Any) -> list[Place]:
@@ -173,15 +209,11 @@ def _places(args: Any) -> list[Place]:
     return found
 
 
-ACROSS_ELEMENTS = """
-    addmm argmax argmin argsort bmm cosine_similarity cumprod cumsum dist dot dropout einsum
-    kthvalue log_softmax logsumexp matmul median mm mv norm_except_dim prod qr quantile renorm
-    softmax sort std std_mean svd tensordot topk var var_mean vdot __matmul__ __rmatmul__
-    bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
-    rand_like randint_like randn_like
-"""
-REFUSED = frozenset(ACROSS_ELEMENTS.split())
-DRAWING = ("_", "_like")  # ends of names of what draws random numbers
+# Ends of the names of what draws random numbers.
+DRAWING = (
+    *("normal_", "uniform_", "orthogonal_", "sparse_", "bernoulli_", "cauchy_", "exponential_"),
+    *("geometric_", "random_", "rand_like", "randn_like", "randint_like", "dropout"),
+)
 
 
 def _refusal(name: str, places: Sequence[Place]) -> ShardwiseError:
@@ -308,7 +340,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) == 2 and isinstance(args[1], torch.Tensor):  # element by element
-        return _kept(func(*args), args)
+        return _kept(func.__name__, func(*args), args)
     block = _only(func, args, kwargs)
     found = _extremes([block], func.__name__ in ("max", "amax"), func.__name__)[0]
     return found.to(block.dtype)
@@ -318,6 +350,43 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = _only(func, args, kwargs)
     own = as_block((block != 0).as_subclass(torch.Tensor).to(torch.float64), block._place)
     return _extremes([own], func.__name__ == "any", func.__name__)[0].bool()
+
+
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether two tensors are the same on all ranks, of which one at least is a block."""
+    places = _places(args[:2])
+    same = places[0].layout == places[-1].layout and args[0].shape == args[1].shape
+    if not same:
+        raise _refusal(func.__name__, places)
+    own = torch.tensor(float(func(*args, **kwargs)))
+    return bool(_extremes([as_block(own, places[0])], False, func.__name__)[0])
+
+
+def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The only element, which one rank has."""
+    block = _only(func, args, kwargs)
+    if block._place.numel != 1:
+        raise _refusal(func.__name__, [block._place])
+    return func(_sum(torch.sum, args, {}).to(block.dtype))
+
+
+def _set_masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements chosen by a mask; an index would be counted from where this rank's block begins."""
+    block, mask, *_ = args
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool
+    if not is_mask or not isinstance(block, Block) or mask.shape != block.shape:
+        raise _refusal("an index", _places(args))
+    return func(*args, **kwargs)
+
+
+def _set_attribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    block, value = args
+    if func.__self__.__name__ == "data" and value.shape != block.shape:
+        raise ShardwiseError(
+            f"the data of {block._place.name!r} is this rank's block, {list(block.shape)}, and not "
+            f"{list(value.shape)}; load whole weights with load_state_dict"
+        )
+    return func(*args, **kwargs)
 
 
 def _only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,6 +426,10 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "mean": _sum,
     **dict.fromkeys(("max", "min", "amax", "amin"), _extreme),
     **dict.fromkeys(("any", "all"), _truth),
+    **dict.fromkeys(("equal", "allclose"), _same),
+    **dict.fromkeys(("item", "__float__", "__int__", "__bool__", "__index__"), _number),
+    "__setitem__": _set_masked,
+    "__set__": _set_attribute,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     **dict.fromkeys(("numel", "nelement"), _count),
 }

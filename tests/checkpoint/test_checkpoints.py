@@ -18,6 +18,7 @@ from exactness import seeded, seeded_input
 from pool import shared_pool
 from saving import OPTIMIZERS, SHAPE, Net, make_plan, start, train, train_alone, train_from
 from shardwise import Config, Plan, ShardwiseError, capture, parallelize
+from shardwise.block import plain
 from shardwise.checkpoint import Checkpoints, export
 from shardwise.checkpoint.writer import Writer
 
@@ -54,7 +55,7 @@ def _everything(model: Any, stepper: Any) -> Tensors:
         kept = stepper.state.get(param, {}) if param.numel() else {}
         found |= {f"{name} {k}": v for k, v in kept.items() if isinstance(v, torch.Tensor)}
     found["random"] = torch.get_rng_state()
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    return {name: plain(tensor).clone() for name, tensor in found.items()}
 
 
 def _same(one: Tensors, other: Tensors) -> bool:

@@ -122,7 +122,20 @@ def test_gradients_of_two_losses_can_be_kept_and_combined() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (lambda w: w @ w.T, "matmul.* of 'head.weight' would be that of one rank's block"),
+        (lambda w: w.new_ones(1, 4) @ w, "matmul.* of 'head.weight' would be that of one rank's block"),
+        (lambda w: w.T, "T of 'head.weight' would be that of one rank's block"),
+        (lambda w: w.flatten(), "flatten of 'head.weight'"),
+        (lambda w: w[0], "__getitem__ of 'head.weight'"),
+        (lambda w: nn.utils.parameters_to_vector([w]), "view of 'head.weight'"),
+        (lambda w: torch.cat([w, w]), "cat of 'head.weight'"),
+        (lambda w: nn.functional.linear(w.new_ones(1, 6), w), "linear of 'head.weight'"),
+        (lambda w: nn.functional.mse_loss(w, w), "mse_loss of 'head.weight'"),
+        (lambda w: torch.count_nonzero(w), "count_nonzero of 'head.weight'"),
+        (lambda w: w.tolist(), "tolist of 'head.weight'"),
+        (lambda w: w.detach().cpu().numpy(), "numpy of 'head.weight'"),
+        (lambda w: torch.where(w > 0), "where of 'head.weight'"),
+        (lambda w: w.__setitem__(0, 0.0), "an index of 'head.weight'"),
+        (lambda w: setattr(w, "data", torch.ones(9, 9)), "is this rank's block, .* and not"),
         (lambda w: torch.linalg.svdvals(w), "linalg_svdvals of 'head.weight'"),
         (lambda w: w.norm(dim=1), "norm of 'head.weight'"),
         (lambda w: w.sum(0), "sum of 'head.weight'"),
@@ -136,6 +149,18 @@ def test_what_is_wrong_on_a_block_is_refused(wrong: Any, sentence: str) -> None:
             wrong(model.head.weight)
 
     assert_refused(use, sentence, under=SPLIT)
+
+
+def test_weights_are_compared_and_masked_on_all_ranks() -> None:
+    def use(model: Any, x: torch.Tensor) -> Any:
+        w = model.head.weight
+        kept = w.detach().clone()
+        same = torch.equal(w, kept), torch.allclose(w, kept + 1e-3)
+        with torch.no_grad():
+            w[w < 0] = 0.0
+        return [torch.tensor(each) for each in (*same, torch.equal(w, kept), (w < 0).any())]
+
+    assert_same(use)
 
 
 @pytest.mark.parametrize("fill", ["kaiming_normal_", "xavier_uniform_", "orthogonal_", "normal_"])

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.block import plain
 from shardwise.box import Box
 from shardwise.checkpoint.document import Document
 from shardwise.checkpoint.pieces import Piece, written_box
@@ -64,7 +65,7 @@ class Held:
         box = written_box(self.box, self.sharers, self.rank, itemsize, turn)
         if box is None:
             return None
-        part = tensor.detach()[box.slices_in(self.box)]
+        part = plain(tensor)[box.slices_in(self.box)]
         return Piece(self.shape, box, host_copy(part))
 
     def awaited(self, dtype: torch.dtype) -> Piece:
