@@ -33,6 +33,7 @@ DESCRIBE = {
     "cluster",
     "documents",
     "winners",
+    "weightless",
 }
 DECIDE = {
     "plan",
@@ -59,6 +60,8 @@ EXECUTE = {
     "state",
     "model_graphs",
     "stored",
+    "blank",
+    "splitting",
     "parallel",
     "agreement",
     "passes",

@@ -3,6 +3,7 @@
 from shardwise import data, zoo
 from shardwise.accelerate import accelerate
 from shardwise.capture import capture
+from shardwise.checkpoint import load_weights
 from shardwise.cluster import Cluster
 from shardwise.comm import LostPeer
 from shardwise.config import Config
@@ -45,6 +46,7 @@ __all__ = [
     "conv",
     "data",
     "init_from_environment",
+    "load_weights",
     "of",
     "optimizer",
     "parallelize",

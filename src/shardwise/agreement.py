@@ -70,7 +70,8 @@ class Disagreement(ShardwiseError):
 
 def agree_to_start(refusal: Exception | None, facts: Mapping[str, str], comm: Communicator) -> None:
     """Raises on all ranks where one cannot start, or has other facts than rank 0."""
-    first, *others = everyone = comm.gather_objects((str(refusal or ""), facts))
+    reason = "" if refusal is None else str(refusal) or one_line(refusal)
+    first, *others = everyone = comm.gather_objects((reason, facts))
     refusing = [rank for rank, (reason, _) in enumerate(everyone) if reason]
     if refusal is not None:
         raise refusal

@@ -24,6 +24,7 @@ from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
 from shardwise.hooks import traced_hooks
 from shardwise.regions import joined, without_inference_mode
+from shardwise.weightless import stand_ins
 
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
 SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
@@ -65,7 +66,7 @@ class Captured:
             raise CaptureError("the example input must be tensors whose first dimension is samples")
         self.training, self._given = training, (model, inputs)
         self._others = others  # modules in another mode
-        model = _twin(model)
+        model, inputs = _twin(model, inputs)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
         mode = _mode(model, training, others)
@@ -149,13 +150,20 @@ def _check_constants(constants: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy with the same tensors: torch.export replaces attributes of what it is given."""
-    tensors = [*model.parameters(), *model.buffers()]
+def _twin(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A copy with the same tensors: torch.export replaces attributes of what it is given.
+
+    Where only some tensors have values, others stand for those that have none.
+    """
+    tensors = [*inputs, *model.parameters(), *model.buffers()]
+    twins = stand_ins(tensors)
+    memo = {id(tensor): twin for tensor, twin in zip(tensors, twins, strict=True)}
     try:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        return copy.deepcopy(model, memo), tuple(twins[: len(inputs)])
     except Exception:  # attributes that cannot be copied are mostly left alone, too
-        return model
+        return model, inputs
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

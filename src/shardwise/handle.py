@@ -126,6 +126,11 @@ class Handle:
         with together(self.comm, "flush"):
             self._state.flush()
 
+    def check_values(self) -> None:
+        """Raises on all ranks where a tensor was made on the meta device and nothing was loaded."""
+        with together(self.comm, "check_values"):
+            self._state.check_values()
+
     def layout(self, name: str) -> Layout | None:
         """Where the blocks of a parameter or buffer lie; None where every rank has all of it."""
         return self._state.layouts.get(name)
@@ -133,6 +138,7 @@ class Handle:
     def blocks(self) -> dict[str, tuple[Box, torch.Tensor]]:
         """This rank's block of every tensor that layers use, and where it lies."""
         self.flush()
+        self.check_values()
         found = ((name, self.layout(name), tensor) for name, tensor in named_tensors(self._model))
         return {name: (layout[self.comm.rank], t) for name, layout, t in found if layout}
 
@@ -142,6 +148,7 @@ class Handle:
         All ranks must call it; on other ranks than those given, split tensors are empty.
         """
         self.flush()
+        self.check_values()
         found, whole = {}, {}
         with together(self.comm, "full_tensors"):
             for name, tensor in named_tensors(self._model):

@@ -13,7 +13,8 @@ from shardwise.attributes import Looks
 from shardwise.capture import Captured
 from shardwise.formats import memory_order
 from shardwise.graph import LayerGraph
-from shardwise.stored import assign, copy_structure, named_tensors, weightless
+from shardwise.stored import assign, copy_structure, named_tensors
+from shardwise.weightless import weightless
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
@@ -56,18 +57,18 @@ class ModelGraphs:
         shapes: tuple[tuple[int, ...], ...],
         dtypes: tuple[torch.dtype | None, ...] = (),
     ) -> None:
-        like = next(model.parameters(), torch.empty(0))
-        types = [dtype or like.dtype for dtype in (*dtypes, *[None] * len(shapes))]
-        self._inputs = tuple(
-            torch.empty(shape, dtype=dtype, device=like.device)
-            for shape, dtype in zip(shapes, types, strict=False)
-        )
         self._model = copy_structure(model)
         twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
         for name, tensor in list(named_tensors(self._model)):
             if id(tensor) not in twins:
                 twins[id(tensor)] = weightless(tensor)
             assign(self._model, name, twins[id(tensor)])
+        like = next(self._model.parameters(), torch.empty(0))
+        types = [dtype or like.dtype for dtype in (*dtypes, *[None] * len(shapes))]
+        self._inputs = tuple(
+            torch.empty(shape, dtype=dtype, device=like.device)
+            for shape, dtype in zip(shapes, types, strict=False)
+        )
         self._kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
         self._looks = UNCHANGED
         self._captured: dict[tuple[bool, Kinds, Looks], Captured] = {}  # the last used is last
@@ -109,10 +110,10 @@ class ModelGraphs:
 
     def _change(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """A parameter, and buffers of what was its type, change theirs as `Module.to` does it."""
-        twin = weightless(param.detach().to(dtype))
+        twin = weightless(param, dtype)
         for other, tensor in list(named_tensors(self._model)):
             if tensor is param:
-                assign(self._model, other, nn.Parameter(twin, param.requires_grad))
+                assign(self._model, other, twin)
             elif not isinstance(tensor, nn.Parameter) and tensor.dtype == param.dtype:
                 assign(self._model, other, tensor.to(dtype))
 

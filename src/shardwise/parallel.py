@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.agreement import agree_on, agree_to_start, checksum, together
+from shardwise.blank import Blanks, check_attributes, check_loadable, valued_names
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
@@ -21,13 +22,13 @@ from shardwise.hooks import check_hooks, drop_captured
 from shardwise.model_graphs import Graphs, ModelGraphs
 from shardwise.passes import run
 from shardwise.plan import Plan
+from shardwise.splitting import split_tensors
 from shardwise.state import State
 from shardwise.stepping import note_originals
 from shardwise.stored import (
     close_tables,
     copy_structure,
     guard_blocks,
-    split_tensors,
     whole_tensors,
 )
 
@@ -45,7 +46,8 @@ def parallelize(
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
-    All ranks start from rank 0's parameters and buffers. With output="full" every rank returns the
+    All ranks start from rank 0's parameters and buffers; those that it has on the meta device must
+    be loaded before they are used, see `load_weights`. With output="full" every rank returns the
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
     capturing the model again where that was done before; `gradients` says when they are summed,
     and the measurements of a `cluster` by which algorithms (see `shardwise probe --sums`). With
@@ -64,13 +66,16 @@ def parallelize(
         refusal = error
     agree_to_start(refusal, state.facts if state else {}, comm)
     assert state is not None
+    valued = comm.gather_objects(valued_names(model))[0]
+    check_loadable(model, valued)
     with together(comm, "parallelize"):
         comm.prepare(())
-        return _wrap(model, state)
+        return _wrap(model, state, valued)
 
 
 def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     check_hooks(model)
+    check_attributes(model)
     for name, module in model.named_modules():
         if isinstance(module, ParallelModel):
             what = f"its module {name!r}" if name else "it"
@@ -134,6 +139,7 @@ class ParallelModel(nn.Module):
             return super().state_dict(*args, **kwargs)
         with together(state.comm, "state_dict"):
             state.flush()
+            state.check_values()
             with whole_tensors(self, state.layouts, state.comm):
                 return super().state_dict(*args, **kwargs)
 
@@ -147,6 +153,15 @@ class ParallelModel(nn.Module):
                 content = checksum([[*own], [*map(checksum, own.values())]])
                 agree_on(content, "loads another state than rank 0", state.comm)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves or casts all tensors; those without values have none afterwards either."""
+        state: State | None = self.__dict__.get("_shardwise")
+        blank = state.blank_tensors() if state is not None else {}
+        found = super()._apply(fn, recurse)
+        if state is not None and blank:
+            state.note_blank(blank)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -185,6 +200,7 @@ class ParallelModel(nn.Module):
         if state is not None:
             twin.__dict__["_shardwise"] = state.twin()
             twin.__dict__["_shardwise"].adopt(twin)
+            twin.__dict__["_shardwise"].note_blank(state.blank_tensors())
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,18 +221,19 @@ def _parallel(kind: type[nn.Module]) -> type[ParallelModel]:
     return types.new_class(f"Parallel{kind.__name__}", (ParallelModel, kind), exec_body=describe)
 
 
-def _wrap(model: nn.Module, state: State) -> ParallelModel:
+def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     """A copy of the model whose tensors are this rank's blocks of rank 0's."""
     root: Any = copy_structure(model)
     root.__dict__.pop("forward", None)  # the model's own, which was captured
     drop_captured(root)
     root.__class__ = _parallel(type(model))
-    split_tensors(root, state.layouts, state.comm)
+    blank = split_tensors(root, state.layouts, state.comm, valued)
     guard_blocks(root, state.layouts, state.comm.rank)
     close_tables(root)
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)
+    state.blanks = Blanks(blank)
     note_originals(model, root)
     return root
 

@@ -53,6 +53,7 @@ def run(
         except Exception as error:
             refusal = error
     with state.comm.doing(FORWARD):
+        state.check_values()
         agree(call, refusal, state.comm)
     assert bound is not None
     with together(state.comm, FORWARD):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.attributes import Attributes, Looks
+from shardwise.blank import Blanks
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
@@ -23,6 +24,7 @@ from shardwise.model_graphs import Graphs, Kinds, ModelGraphs
 from shardwise.plan import Plan
 from shardwise.program import Program, check_held, compile_program, param_layouts
 from shardwise.runtime import Bound, Tensors, Watch
+from shardwise.stored import named_tensors
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
 PRECISIONS = {None: None, "bf16": torch.bfloat16}
@@ -72,6 +74,7 @@ class State:
         self.modules: dict[str, Any] = {}
         self.name = "model"  # of the original's class
         self._places: list[tuple[str, str, dict[str, nn.Parameter | None]]] = []
+        self.blanks = Blanks()
 
     def adopt(self, root: nn.Module) -> None:
         """Takes note of the modules of the model that this is about."""
@@ -98,6 +101,27 @@ class State:
         """The same as named_parameters, without a walk over all modules, which every step needs."""
         found = ((name, table[leaf]) for name, leaf, table in self._places)
         return {name: param for name, param in found if param is not None}
+
+    # -- tensors without values ----------------------------------------------------------------
+
+    def check_values(self) -> None:
+        """Raises on all ranks where a tensor has no values yet; all ranks come here together."""
+        if self.blanks:
+            self.blanks.check(self._tensors(), self.comm)
+
+    def blank_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of this rank that have no values yet."""
+        return self.blanks.left(self._tensors()) if self.blanks else {}
+
+    def note_blank(self, names: Collection[str]) -> None:
+        """From now on the tensors of these names have no values until they are written."""
+        own = self._tensors() if names else {}
+        self.blanks = Blanks({name: own[name] for name in names})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(named_tensors(self.modules[""]))
+
+    # -- graphs --------------------------------------------------------------------------------
 
     def graph_for(self, inputs: tuple[torch.Tensor, ...], samples: int) -> LayerGraph:
         """The graph of the next pass: its layers' types depend on what the model is given."""

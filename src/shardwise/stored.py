@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.block import BlockParameter, Place, plain
+from shardwise.block import plain
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.errors import ShardwiseError
@@ -24,15 +24,6 @@ from shardwise.layout import Layout
 from shardwise.transfer import Transfer
 
 Tensors = dict[str, torch.Tensor]
-
-
-def weightless(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of the same shape that takes no memory; a copy of a buffer (export writes it)."""
-    if not isinstance(tensor, nn.Parameter):
-        return tensor.clone()
-    if not tensor.is_contiguous():  # never touched, so that it is only an address
-        return nn.Parameter(torch.empty_like(tensor.detach()), tensor.requires_grad)
-    return nn.Parameter(tensor.detach().new_zeros(()).expand(tensor.shape), tensor.requires_grad)
 
 
 def copy_structure(module: nn.Module) -> Any:
@@ -79,34 +70,6 @@ def assign(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module = root.get_submodule(path)
     table = module._parameters if leaf in module._parameters else module._buffers
     table[leaf] = tensor  # type: ignore[assignment]
-
-
-def split_tensors(root: nn.Module, layouts: dict[str, Layout], comm: Communicator) -> None:
-    """Every tensor becomes this rank's block of rank 0's tensor; ties stay ties."""
-    named = list(named_tensors(root))
-    unique = {id(tensor): tensor for _, tensor in named}
-    full = dict(zip(unique, from_root(list(unique.values()), comm), strict=True))
-    blocks: dict[int, torch.Tensor] = {}
-    first: dict[int, str] = {}  # names of tied tensors, by which layers know them
-    for name, tensor in named:
-        known = first.setdefault(id(tensor), name)
-        if known in layouts:
-            layouts[name] = layouts[known]
-        if id(tensor) not in blocks:
-            block = block_of(full.pop(id(tensor)), layouts.get(name), comm.rank)
-            if isinstance(tensor, nn.Parameter):
-                block = _parameter(block, tensor.requires_grad, layouts.get(name), name, comm)
-            blocks[id(tensor)] = block
-        assign(root, name, blocks[id(tensor)])
-
-
-def _parameter(
-    block: torch.Tensor, requires_grad: bool, layout: Layout | None, name: str, comm: Communicator
-) -> nn.Parameter:
-    """A parameter, which knows of what it is a block where other ranks have others."""
-    if layout is None or not is_split(block, layout):
-        return nn.Parameter(block, requires_grad)
-    return BlockParameter(block, requires_grad, Place(name, layout, comm))
 
 
 def is_split(tensor: torch.Tensor, layout: Layout | None) -> bool:
@@ -215,44 +178,6 @@ def whole_tensors(
     finally:
         for name, block in blocks.items():
             assign(root, name, block)
-
-
-def from_root(tensors: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
-    """Copies of rank 0's tensors, sent packed: small messages waste bandwidth (P5)."""
-    copies = [tensor.detach().clone() for tensor in tensors]
-    kinds = {(t.dtype, t.device) for t in copies}
-    for kind in sorted(kinds, key=str) if comm.size > 1 else ():
-        alike = [t for t in copies if (t.dtype, t.device) == kind]
-        for bucket in _buckets(alike, num_bytes=64 << 20):
-            packed = torch.cat([t.reshape(-1) for t in bucket])
-            comm.broadcast(packed).wait()
-            for t, part in zip(bucket, packed.split([t.numel() for t in bucket]), strict=True):
-                t.copy_(part.view(t.shape))
-    return copies
-
-
-def _buckets(tensors: list[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of together about this many bytes."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        bucket.append(tensor)
-        if sum(t.numel() * t.element_size() for t in bucket) >= num_bytes:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
-
-
-def block_of(full: torch.Tensor, layout: Layout | None, rank: int) -> torch.Tensor:
-    """This rank's block of a whole tensor; without a layout, all of it."""
-    if layout is None or full.ndim == 0 or not full.numel():
-        return full
-    box = layout[rank]
-    return (
-        full
-        if box == Box.whole(tuple(full.shape))
-        else full[box.slices_in(Box.whole(tuple(full.shape)))].clone()
-    )
 
 
 def gather_whole(

@@ -215,8 +215,8 @@ def _other(kind: type[nn.Module]) -> Any:
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (Smaller, "'head.weight' is 4x9 float64 there and 3x9 float64 here (and 1 others"),
-        (Named, "it lacks 'extra' and 1 others"),
+        (Smaller, "'head.weight' is 4x9 float64 there and 3x9 float64 here (and 1 other"),
+        (Named, "it lacks 'extra' and 1 other"),
         (Fewer, "which has 'unused'"),
         (Untied, "it ties parameters that are two here"),
     ],

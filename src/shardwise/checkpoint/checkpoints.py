@@ -64,6 +64,7 @@ class Checkpoints:
         self.wait()
         self._check_ranks(model)
         of(model).flush()
+        of(model).check_values()
         taken: Snapshot | ShardwiseError
         try:
             taken = Snapshot.take(step, model, optimizer, progress)

@@ -14,7 +14,7 @@ from shardwise.block import plain
 from shardwise.box import Box
 from shardwise.checkpoint.document import Document
 from shardwise.checkpoint.pieces import Piece, written_box
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, some
 from shardwise.layout import Layout
 from shardwise.parallel import ParallelModel, of
 from shardwise.stored import named_tensors
@@ -105,14 +105,13 @@ def check_model(document: Document, place: object, held: Iterable[Held]) -> None
     missing = [name for name in own if name not in document.names]
     unknown = [name for name in document.names if name not in own]
     if missing:
-        raise ShardwiseError(f"{place} is of another model: it lacks {_some(missing)}")
+        raise ShardwiseError(f"{place} is of another model: it lacks {some(missing)}")
     if unknown:
-        raise ShardwiseError(f"{place} is of another model, which has {_some(unknown)}")
+        raise ShardwiseError(f"{place} is of another model, which has {some(unknown)}")
     for name, tensor in own.items():
         stored = document.tensors[document.names[name]]
-        saved = f"{'x'.join(map(str, stored.shape)) or 'a number'} {stored.dtype}"
-        dtype = str(tensor.tensor.dtype).removeprefix("torch.")
-        here = f"{'x'.join(map(str, tensor.shape)) or 'a number'} {dtype}"
+        saved = described(stored.shape, stored.dtype)
+        here = described(tensor.shape, tensor.tensor.dtype)
         if saved != here:
             others = sum(
                 tuple(document.tensors[document.names[n]].shape) != t.shape for n, t in own.items()
@@ -130,6 +129,10 @@ def check_model(document: Document, place: object, held: Iterable[Held]) -> None
         raise ShardwiseError(f"{place} is of another model: it ties parameters that are two here")
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return repr(names[0]) + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+def described(shape: Sequence[int], dtype: object) -> str:
+    """A tensor's shape and type in words.
+
+    >>> described((3, 4), torch.float32)
+    '3x4 float32'
+    """
+    return f"{'x'.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"

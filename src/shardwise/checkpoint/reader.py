@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.futures import Future
 
+from shardwise.box import Box
 from shardwise.checkpoint.document import DTYPES, Chunk, Document
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.errors import ShardwiseError
@@ -83,6 +84,18 @@ class Reader(StorageReader):
                     part = part.narrow(dim, start, length)
                 planner.resolve_tensor(item).copy_(part)
         return done(None)
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """The part of a tensor in a box, from the chunks that hold any of it."""
+        about = self._about[key]
+        block = torch.empty(box.shape, dtype=about.properties.dtype)
+        for part in about.chunks:
+            index = MetadataIndex(key, part.offsets)
+            there = self._chunks[index][0].box
+            common = there.intersect(box)
+            if not common.empty:
+                block[common.slices_in(box)] = self._read(index)[common.slices_in(there)]
+        return block
 
     def _read(self, index: MetadataIndex) -> torch.Tensor:
         """A whole chunk, once it has proved to be what was written."""

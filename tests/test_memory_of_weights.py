@@ -1,0 +1,73 @@
+"""What stays in memory beside a rank's blocks: nothing as large as the original was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from exactness import seeded, seeded_input
+from shardwise import Plan, capture, parallelize
+from shardwise.comm import Communicator
+from shardwise.comm.in_process import World
+
+WIDE = 96
+X = seeded_input((2, WIDE, 4, 4))
+
+
+def wide() -> nn.Module:
+    """Weights that are far larger than anything else here; one lies in memory as images may."""
+    convs = [nn.Conv2d(WIDE, WIDE, 3, padding=1) for _ in range(3)]
+    convs[1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return seeded(nn.Sequential(convs[0], nn.BatchNorm2d(WIDE), convs[1], nn.ReLU(), convs[2]))
+
+
+def step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(X).square().mean().backward()
+    optimizer.step()
+    model.eval()(X)
+    model.train()
+
+
+def largest_storages() -> list[int]:
+    """The bytes of all tensors of this process, each piece of memory once."""
+    gc.collect()
+    storages = {}
+    for value in gc.get_objects():
+        if isinstance(value, torch.Tensor) and not value.is_meta and type(value) is not Fake:
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sorted(storages.values(), reverse=True)
+
+
+Fake = torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
+WHOLE = WIDE * WIDE * 9 * 8
+
+
+@pytest.mark.parametrize("change", [lambda model: model, lambda model: model.float().double()])
+def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
+    plan = Plan.uniform(capture(wide(), X), 4, f=4)
+
+    def work(comm: Communicator) -> list[Any]:
+        original = wide()
+        seen = [weakref.ref(p) for p in (*original.parameters(), *original.buffers())]
+        model = parallelize(original, plan, comm=comm)
+        step(model)
+        del original
+        change(model)
+        step(model)
+        comm.gather_objects(None)
+        gc.collect()
+        alive = [ref for ref in seen if ref() is not None]
+        held = largest_storages()
+        comm.gather_objects(None)
+        return [len(alive), max(held), len(model.state_dict())]
+
+    for alive, largest, _ in World(4).run(work):
+        assert alive == 0
+        assert largest <= WHOLE // 4
