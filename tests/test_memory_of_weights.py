@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from exactness import seeded, seeded_input
-from shardwise import Plan, capture, parallelize
+from shardwise import Plan, capture, load_weights, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 
@@ -39,7 +41,7 @@ def largest_storages() -> list[int]:
     gc.collect()
     storages = {}
     for value in gc.get_objects():
-        if isinstance(value, torch.Tensor) and not value.is_meta and type(value) is not Fake:
+        if issubclass(type(value), torch.Tensor) and type(value) is not Fake and not value.is_meta:
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sorted(storages.values(), reverse=True)
@@ -71,3 +73,39 @@ def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
     for alive, largest, _ in World(4).run(work):
         assert alive == 0
         assert largest <= WHOLE // 4
+
+
+def test_a_model_made_on_meta_has_no_more_than_its_blocks(tmp_path: Path) -> None:
+    plan, file = Plan.uniform(capture(wide(), X), 4, f=4), tmp_path / "wide.safetensors"
+    save_file({name: x.contiguous() for name, x in wide().state_dict().items()}, file)
+
+    def work(comm: Communicator) -> int:
+        with torch.device("meta"):
+            model = wide()
+        parallel = parallelize(model, plan, comm=comm)
+        comm.gather_objects(None)
+        made = largest_storages()[0]
+        comm.gather_objects(None)
+        load_weights(parallel, file)
+        step(parallel)
+        comm.gather_objects(None)
+        trained = largest_storages()[0]
+        comm.gather_objects(None)
+        return max(made, trained)
+
+    assert max(World(4).run(work)) <= WHOLE // 4
+
+
+def test_no_second_copy_of_the_whole_weights_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank packs, sends and cuts so many weights at a time."""
+    monkeypatch.setattr("shardwise.splitting.PACKET", WHOLE)
+    plan = Plan.uniform(capture(wide(), X), 2, f=2)
+
+    def work(comm: Communicator) -> int:
+        model, sent = wide(), []
+        broadcast = comm.broadcast
+        monkeypatch.setattr(comm, "broadcast", lambda x: sent.append(x.nbytes) or broadcast(x))
+        parallelize(model, plan, comm=comm)
+        return max(sent)
+
+    assert max(World(2).run(work)) <= WHOLE + 8 * WIDE * 9

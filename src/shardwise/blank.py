@@ -19,10 +19,15 @@ from shardwise.errors import ShardwiseError, some
 from shardwise.weightless import device_of
 
 
-def blank_like(tensor: torch.Tensor) -> torch.Tensor:
+def home_of(comm: Communicator) -> torch.device | None:
+    """Where messages can be sent from, if not from anywhere."""
+    return torch.device("cuda", torch.cuda.current_device()) if comm.backend == "nccl" else None
+
+
+def blank_like(tensor: torch.Tensor, home: torch.device | None) -> torch.Tensor:
     """Room for a tensor; what it holds cannot be taken for values."""
     with torch.inference_mode(False):  # whose tensors do not count what is written into them
-        room = torch.empty_like(tensor, device=device_of(tensor), requires_grad=False)
+        room = torch.empty_like(tensor, device=device_of(tensor, home), requires_grad=False)
         if room.is_floating_point() or room.is_complex():
             return room.fill_(float("nan"))
         return room.fill_(0 if room.dtype == torch.bool else torch.iinfo(room.dtype).min)

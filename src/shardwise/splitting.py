@@ -7,13 +7,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.blank import blank_like
+from shardwise.blank import blank_like, home_of
 from shardwise.block import BlockParameter, Place
 from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.layout import Layout
 from shardwise.stored import Tensors, assign, is_split, named_tensors
 from shardwise.weightless import device_of
+
+PACKET = 64 << 20  # bytes of whole tensors that are sent at once
 
 
 def split_tensors(
@@ -36,7 +38,7 @@ def split_tensors(
     blank: Tensors = {}
     for name, tensor in whole.items():
         if name not in blocks:
-            block = blank_like(cut(tensor.detach(), layouts.get(name), comm.rank))
+            block = blank_like(cut(tensor.detach(), layouts.get(name), comm.rank), home_of(comm))
             blank[name] = blocks[name] = _stored(block, tensor, layouts.get(name), name, comm)
     for name, tensor in named:
         assign(root, name, blocks[first[id(tensor)]])
@@ -76,15 +78,21 @@ def from_root(
 
     No more than one packet is whole at a time. Other ranks' tensors need not have values.
     """
-    kinds = {(t.dtype, device_of(t)) for t in whole.values()}
-    for dtype, device in sorted(kinds, key=str):
-        alike = [n for n, t in whole.items() if (t.dtype, device_of(t)) == (dtype, device)]
-        for bucket in _buckets({n: whole[n] for n in alike}, num_bytes=64 << 20):
-            packed = _from_root([whole[name].detach() for name in bucket], device, comm)
-            for name, full in zip(bucket, packed, strict=True):
-                own = cut(full, layouts.get(name), comm.rank)
-                like = cut(whole[name].detach(), layouts.get(name), comm.rank)
-                yield name, torch.empty_like(like, device=device).copy_(own)
+    kinds = {name: (t.dtype, device_of(t, home_of(comm))) for name, t in whole.items()}
+    for kind in sorted(set(kinds.values()), key=str):
+        alike, device = [name for name in whole if kinds[name] == kind], kind[1]
+        for bucket in _buckets({n: whole[n] for n in alike}, num_bytes=PACKET):
+            yield from _cut_all({n: whole[n].detach() for n in bucket}, device, layouts, comm)
+
+
+def _cut_all(
+    whole: Tensors, device: torch.device, layouts: Mapping[str, Layout], comm: Communicator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    packed = _from_root(list(whole.values()), device, comm)
+    for (name, tensor), full in zip(whole.items(), packed, strict=True):
+        layout = layouts.get(name)
+        like = cut(tensor, layout, comm.rank)  # in how it lies in memory
+        yield name, torch.empty_like(like, device=device).copy_(cut(full, layout, comm.rank))
 
 
 def _from_root(

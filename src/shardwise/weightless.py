@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor lies, or will lie when it gets values."""
+def device_of(tensor: torch.Tensor, home: torch.device | None = None) -> torch.device:
+    """Where a tensor lies, or will lie when it gets values: at home, or on torch's default."""
     if not tensor.is_meta:
         return tensor.device
-    device = torch.get_default_device()
+    device = home or torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device
 
 

@@ -1,0 +1,26 @@
+"""The benchmark of a model that is too large for one worker, with a smaller one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, run_command
+
+OPTIONS = "--channels 96 192 384 --edge 8 --steps 2 --limit 110MiB"
+
+
+@pytest.mark.deep
+def test_four_workers_train_a_model_that_one_cannot_hold(tmp_path: Path) -> None:
+    program, figures = ROOT / "benchmarks/too_large.py", tmp_path / "figures.json"
+    code, output = run_command(f"python {program} {OPTIONS} --json {figures}", tmp_path)
+    assert code == 0, output
+    found = json.loads(figures.read_text())["figures"]
+    assert "can't allocate memory" in found["weights alone"]
+    assert len(found["together"]) == 4
+    for own in found["together"]:
+        assert own["weights"] < found["weights"] / 2
+        assert own["peak"] <= found["limit"]
+        assert own["losses"] == pytest.approx(found["alone without limit"], rel=1e-5)
