@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.block import plain
+from shardwise.block import BlockParameter, plain
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.errors import ShardwiseError
@@ -153,7 +153,11 @@ def _load_blocks(
                     f"from checkpoint, the shape in current model is {torch.Size(shape)}."
                 )
             else:
-                state_dict[prefix + leaf] = full[box.slices_in(Box.whole(shape))].clone()
+                block = full.detach()[box.slices_in(Box.whole(shape))].clone()
+                param = module._parameters.get(leaf)
+                if isinstance(param, BlockParameter):  # and stays one with assign=True
+                    block = BlockParameter(block, param.requires_grad, param._place)
+                state_dict[prefix + leaf] = block
 
 
 @contextmanager

@@ -63,6 +63,8 @@ def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True)
         try:
             weights = open_weights(Path(path))
             blocks = _read(weights, held_tensors(model), strict)
+        except OSError as error:
+            refusal = ShardwiseError(f"{path} cannot be read: {error.strerror or error}")
         except Exception as error:  # all ranks must hear of it before they wait for this one
             refusal = error
         agree_to_start(refusal, {}, handle.comm)
