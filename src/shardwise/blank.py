@@ -7,7 +7,7 @@ or a state that would use one before is refused on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -65,23 +65,35 @@ class Blanks:
         self._seen = {}
 
 
-def valued_names(model: nn.Module) -> list[str]:
-    """The parameters and buffers that have values."""
+def valued_names(model: nn.Module, comm: Communicator) -> list[str]:
+    """The parameters and buffers that have values on rank 0.
+
+    Raises on all ranks where a buffer has none and could not be loaded.
+    """
     named = (*model.named_parameters(), *model.named_buffers())
-    return [name for name, tensor in named if not tensor.is_meta]
-
-
-def check_loadable(model: nn.Module, valued: Collection[str]) -> None:
-    """Raises where a buffer has no values, and is not in the state that could be loaded."""
-    state = model.state_dict(keep_vars=True)
-    known = {id(tensor) for tensor in state.values()}
-    for name, buffer in model.named_buffers():
-        if name not in valued and id(buffer) not in known:
+    own = [name for name, tensor in named if not tensor.is_meta]
+    everyone = comm.gather_objects((own, _not_loadable(model)))
+    valued = set(everyone[0][0])
+    for _, names in everyone:
+        for name in (name for name in names if name not in valued):
             raise ShardwiseError(
                 f"buffer {name!r} was made on the meta device and has no values, and as it is not "
                 "persistent none can be loaded: set it to a tensor with values before parallelize, "
                 "or make it with device='cpu'"
             )
+    return everyone[0][0]
+
+
+def _not_loadable(model: nn.Module) -> list[str]:
+    """The buffers without values that are in no state."""
+    known = {
+        id(buffer)
+        for module in model.modules()
+        for leaf, buffer in module._buffers.items()
+        if leaf not in module._non_persistent_buffers_set
+    }
+    named = model.named_buffers()
+    return [name for name, buffer in named if buffer.is_meta and id(buffer) not in known]
 
 
 def check_attributes(model: nn.Module) -> None:

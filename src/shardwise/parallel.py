@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.agreement import agree_on, agree_to_start, checksum, together
-from shardwise.blank import Blanks, check_attributes, check_loadable, valued_names
+from shardwise.blank import Blanks, check_attributes, valued_names
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
@@ -66,8 +66,7 @@ def parallelize(
         refusal = error
     agree_to_start(refusal, state.facts if state else {}, comm)
     assert state is not None
-    valued = comm.gather_objects(valued_names(model))[0]
-    check_loadable(model, valued)
+    valued = valued_names(model, comm)
     with together(comm, "parallelize"):
         comm.prepare(())
         return _wrap(model, state, valued)
