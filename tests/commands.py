@@ -79,8 +79,9 @@ def _become(
     sys.argv = words[1:] if words[0] == "python" else words
     try:
         if words[0] == "python":
-            sys.path.insert(0, str(Path(words[1]).resolve().parent))
-            runpy.run_path(words[1], run_name="__main__")
+            program = Path(words[1]).resolve()  # from where workers read it again
+            sys.path.insert(0, str(program.parent))
+            runpy.run_path(str(program), run_name="__main__")
         else:
             from shardwise.cli import main
 

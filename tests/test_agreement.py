@@ -157,12 +157,12 @@ def test_a_rank_that_fails_in_anything_ranks_do_together_ends_all(action: str) -
         plain, x = seeded(net()), seeded_input(SHAPE)
         model: Any = parallelize(plain, Plan.uniform(capture(plain, x), f=2), comm=comm)
         y = model(x).sum()
-        comm.gather_objects(None)  # the other one is as far
-        if comm.rank == 1:
-            for name in ("exchange", "reduce_scatter"):
-                setattr(comm, name, broken)
-            model._shardwise.lane.reduce_scatter = broken
         try:
+            comm.gather_objects(None)  # the other one is as far, or hears of it here
+            if comm.rank == 1:
+                for name in ("exchange", "reduce_scatter"):
+                    setattr(comm, name, broken)
+                model._shardwise.lane.reduce_scatter = broken
             if action == "backward":
                 y.backward()
             elif action == "state_dict":

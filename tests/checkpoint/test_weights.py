@@ -243,6 +243,18 @@ def test_a_part_of_the_weights_is_loaded_where_that_is_meant(tmp_path: Path) -> 
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_a_checkpoint_goes_on_with_a_model_made_on_meta(tmp_path: Path) -> None:
+    folder, alone = write_checkpoint(tmp_path) / "checkpoints", World(1).run(lambda comm: comm)[0]
+    model = made(alone, "")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(folder, comm=Communicator())
+    with pytest.raises(ShardwiseError, match="'unused' and 17 others have no values"):
+        checkpoints.save(4, model, optimizer, {})
+    checkpoints.load(model, optimizer)
+    for name, value in source().state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
