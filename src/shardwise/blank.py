@@ -34,13 +34,17 @@ def blank_like(tensor: torch.Tensor, home: torch.device | None) -> torch.Tensor:
 
 
 class Blanks:
-    """Tensors of a model that have no values, by their names."""
+    """Tensors of a model that have no values, by their names; true until all have been checked.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        self._seen = {n: (weakref.ref(t), t._version) for n, t in (tensors or {}).items()}
+    It is so on all ranks together, even on one that has nothing but empty blocks.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], unchecked: bool = True) -> None:
+        self._seen = {name: (weakref.ref(t), t._version) for name, t in tensors.items()}
+        self._unchecked = unchecked
 
     def __bool__(self) -> bool:
-        return bool(self._seen)
+        return self._unchecked
 
     def left(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of a model's tensors into which nothing has been written since."""
@@ -53,8 +57,6 @@ class Blanks:
 
     def check(self, tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
         """Raises on all ranks where one has a tensor without values; else forgets them all."""
-        if not self._seen:  # the same on all ranks
-            return
         left = list(dict.fromkeys(chain(*comm.gather_objects(list(self.left(tensors))))))
         if left:
             has, it = ("has", "it") if len(left) == 1 else ("have", "them")
@@ -62,7 +64,7 @@ class Blanks:
                 f"{some(left)} {has} no values: the model was made on the meta device, and nothing "
                 f"was loaded into {it}; use shardwise.load_weights(model, file), or load_state_dict"
             )
-        self._seen = {}
+        self._seen, self._unchecked = {}, False
 
 
 def valued_names(model: nn.Module, comm: Communicator) -> list[str]:

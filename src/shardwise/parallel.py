@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from contextlib import nullcontext
 from functools import cache
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal
@@ -156,11 +157,8 @@ class ParallelModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves or casts all tensors; those without values have none afterwards either."""
         state: State | None = self.__dict__.get("_shardwise")
-        blank = state.blank_tensors() if state is not None else {}
-        found = super()._apply(fn, recurse)
-        if state is not None and blank:
-            state.note_blank(blank)
-        return found
+        with nullcontext() if state is None else state.staying_blank():
+            return super()._apply(fn, recurse)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -197,9 +195,9 @@ class ParallelModel(nn.Module):
         own = {name: value for name, value in self.__dict__.items() if name != "_shardwise"}
         twin.__dict__ = copy.deepcopy(own, memo)
         if state is not None:
-            twin.__dict__["_shardwise"] = state.twin()
-            twin.__dict__["_shardwise"].adopt(twin)
-            twin.__dict__["_shardwise"].note_blank(state.blank_tensors())
+            copied = twin.__dict__["_shardwise"] = state.twin()
+            with state.staying_blank(copied):
+                copied.adopt(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -232,7 +230,7 @@ def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)
-    state.blanks = Blanks(blank)
+    state.blanks = Blanks(blank, unchecked=bool(blank))
     note_originals(model, root)
     return root
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import Signature
 from typing import Any
@@ -74,7 +75,7 @@ class State:
         self.modules: dict[str, Any] = {}
         self.name = "model"  # of the original's class
         self._places: list[tuple[str, str, dict[str, nn.Parameter | None]]] = []
-        self.blanks = Blanks()
+        self.blanks = Blanks({}, unchecked=False)
 
     def adopt(self, root: nn.Module) -> None:
         """Takes note of the modules of the model that this is about."""
@@ -109,14 +110,18 @@ class State:
         if self.blanks:
             self.blanks.check(self._tensors(), self.comm)
 
-    def blank_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of this rank that have no values yet."""
-        return self.blanks.left(self._tensors()) if self.blanks else {}
+    @contextmanager
+    def staying_blank(self, copied: State | None = None) -> Iterator[None]:
+        """What has no values has none afterwards either, though its tensors become others.
 
-    def note_blank(self, names: Collection[str]) -> None:
-        """From now on the tensors of these names have no values until they are written."""
-        own = self._tensors() if names else {}
-        self.blanks = Blanks({name: own[name] for name in names})
+        These are of the same model, or of a copy of it.
+        """
+        blank = self.blanks.left(self._tensors()) if self.blanks else None
+        yield
+        if blank is not None:
+            twin = copied or self
+            own = twin._tensors()
+            twin.blanks = Blanks({name: own[name] for name in blank})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return dict(named_tensors(self.modules[""]))

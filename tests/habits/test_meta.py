@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from habits.habit import PLANS, Net, assert_same_script, assert_script_refused, image, net
-from shardwise import ParallelModel, ShardwiseError, load_weights, of, parallelize
+from shardwise import ParallelModel, Plan, ShardwiseError, load_weights, of, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.model_graphs import ModelGraphs
@@ -205,6 +205,33 @@ def test_ranks_without_values_get_those_of_rank_0() -> None:
 
     for world, make in PLANS.values():
         assert all(World(world).run(work, make))
+
+
+def test_a_rank_that_has_nothing_waits_for_those_that_have(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
+
+    torch.manual_seed(0)
+    save_file(build().state_dict(), tmp_path / "two.safetensors")
+    graphs = ModelGraphs(build(), (tuple(image().shape),), (torch.float64,))
+    plan = Plan.uniform(graphs(True, 4), 3, f=2)  # rank 2 has nothing to do
+
+    def work(comm: Communicator) -> list[str]:
+        with torch.device("meta"):
+            model = build()
+        parallel, heard = parallelize(model, plan, comm=comm, graphs=graphs), []
+        for _ in range(2):
+            for twin in (copy.deepcopy(parallel), parallel.double(), parallel):
+                try:
+                    heard.append(str(tuple(twin(image()).shape)))
+                except ShardwiseError as error:
+                    heard.append(str(error)[:36])
+            load_weights(parallel, tmp_path / "two.safetensors")
+        return heard
+
+    refused, passed = "'0.weight' and 3 others have no value", "(4, 4, 2, 2)"
+    for heard in World(3).run(work):
+        assert heard == [refused[:36]] * 3 + [passed] * 3
 
 
 def test_an_optimizer_of_a_model_on_meta_trains_the_parallel_one(file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -42,7 +42,7 @@ class Weights:
 
     place: Path
     tensors: Mapping[str, Whole]
-    checksum: int = field(default=0)  # tells its content from that of others
+    checksum: int  # tells its content from that of others
 
 
 def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True) -> None:
@@ -149,9 +149,8 @@ def _open_folder(folder: Path) -> Weights:
         complete = steps.complete()
         if complete:
             return _open_checkpoint(steps.of_step(None, complete))
-    found = [*sorted(folder.glob(f"*{INDEX}")), *sorted(folder.glob("*.safetensors"))]
-    several = len(found) > 1 and not found[0].name.endswith(INDEX)
-    if not found or several or len([p for p in found if p.name.endswith(INDEX)]) > 1:
+    found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
         wrong = "several files of weights: name one" if found else "no checkpoint and no weights"
         raise ShardwiseError(f"{folder} holds {wrong}")
     return open_weights(found[0])
