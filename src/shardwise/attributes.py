@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
-import threading
-import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.values import MISSING, Reads, as_read, inside, token, token_as_read, twin
+
 INTERNAL = frozenset(nn.Module().__dict__) | {"_shardwise", "_is_full_backward_hook"}
-PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 # Modules of torch that do something else in another mode, beyond what layers follow as they run.
 BRANCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RReLU)
 BRANCHING += (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RNNBase)
-MISSING = "(deleted)"
-
-Reads = Mapping[str, set[str]]  # names of attributes, by the path of their module
+NOTHING = (token(MISSING), MISSING)
 
 
 @dataclass(frozen=True)
@@ -46,10 +40,14 @@ class Looks:
 class Attributes:
     """The attributes of a parallel model's modules, compared with those it began with.
 
-    It does not keep the model itself alive.
+    It does not keep the model itself alive. What `reads` says that forward reads is followed; it
+    grows with every mode that is captured.
     """
 
-    def __init__(self, modules: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, modules: Mapping[str, Any], reads: Reads, base: Mapping[str, Any] | None = None
+    ) -> None:
+        self._reads = reads
         children = {path: module for path, module in modules.items() if path}
         self._root = modules[""]  # a weak reference
         self._paths, self._dicts = [*children], [m.__dict__ for m in children.values()]
@@ -60,16 +58,18 @@ class Attributes:
         }
         self._note()
 
-    def looks(self, reads: Reads) -> Looks:
+    def looks(self) -> Looks:
         """How modules differ now in what forward reads."""
-        if self._are_other():
+        reads = self._reads
+        if _num_names(reads) != self._num_reads or self._are_other():
             self._note()
         training = self._root.training
         others = tuple(path for path, module in self._modes if module.training != training)
         if not others and not self._changes:
             return Looks()
         read = [c for c in self._changes if c[1] in reads.get(c[0], ())]
-        return Looks(others, tuple((p, n, token(value)) for p, n, value in read), tuple(read))
+        tokens = tuple((path, name, token_as_read(value, reads)) for path, name, value in read)
+        return Looks(others, tokens, tuple(read))
 
     def _tables(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "", {k: v for k, v in self._root.__dict__.items() if k not in INTERNAL}
@@ -88,22 +88,29 @@ class Attributes:
 
     def _note(self) -> None:
         """Takes down what is there now, and how it differs from the beginning."""
-        tables = dict(self._tables())
-        self._own, self._seen = _copied(tables[""]), [_copied(own) for own in self._dicts]
-        self._tensors = [
-            (value, value._version)
-            for own in tables.values()
-            for value in own.values()
-            if isinstance(value, torch.Tensor)
+        tables, self._num_reads = dict(self._tables()), _num_names(self._reads)
+        self._own, self._seen = self._copied(tables[""]), [*map(self._copied, self._dicts)]
+        read = [
+            own[n] for path, own in tables.items() for n in own if n in self._reads.get(path, ())
         ]
+        tensors = (value for value in inside(read) if isinstance(value, torch.Tensor))
+        self._tensors = [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter)]
         self._changes: list[tuple[str, str, Any]] = []
         for path, own in tables.items():
             base = self.base.get(path, {})
             for name in own.keys() | base.keys():
                 now = own.get(name, MISSING)
-                if name not in INTERNAL and token(now) != base.get(name, NOTHING)[0]:
+                before = as_read(base.get(name, NOTHING)[0], self._reads)
+                if name not in INTERNAL and token_as_read(now, self._reads) != before:
                     self._changes.append((path, name, now))
         self._changes.sort(key=lambda change: change[:2])
+
+    def _copied(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v if k in INTERNAL else twin(v, self._reads) for k, v in table.items()}
+
+
+def _num_names(reads: Reads) -> int:
+    return sum(map(len, reads.values()))
 
 
 def _may_branch(module: nn.Module) -> bool:
@@ -119,89 +126,3 @@ def _may_branch(module: nn.Module) -> bool:
 def _run_time_kinds() -> tuple[type[nn.Module], ...]:
     names = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "BatchNorm2d")
     return tuple(getattr(nn, name) for name in names)
-
-
-def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if k in INTERNAL else _twin(v) for k, v in table.items()}
-
-
-def _twin(value: Any) -> Any:
-    """A copy of what may be changed in place, as far as it can be compared."""
-    kind = type(value)
-    if kind in (list, tuple, set):
-        return kind(map(_twin, value))
-    if kind is dict:
-        return {key: _twin(own) for key, own in value.items()}
-    return copy.copy(value) if _is_record(value) else value
-
-
-def _is_record(value: Any) -> bool:
-    known = is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace))
-    return known and not isinstance(value, type) and type(value).__eq__ is not object.__eq__
-
-
-def _content(record: Any) -> dict[str, Any]:
-    """The fields of a record, which may be slots."""
-    if hasattr(record, "__dict__"):
-        return vars(record)
-    return {own.name: getattr(record, own.name, MISSING) for own in fields(record)}
-
-
-class _Which(int):
-    """The identity of an object, which means nothing to other ranks, and so is not written."""
-
-    def __repr__(self) -> str:
-        return "object"
-
-
-def token(value: Any) -> Any:
-    """What tells a value from others: of plain data its content, of anything else which it is."""
-    kind = type(value)
-    if isinstance(value, PLAIN):
-        return kind.__name__, repr(value)
-    if isinstance(value, torch.Tensor):
-        return "tensor", _Which(id(value)), value._version
-    if kind in (list, tuple):
-        return kind.__name__, tuple(map(token, value))
-    if kind is dict:
-        return "dict", tuple((repr(key), token(own)) for key, own in value.items())
-    if kind is set:
-        return "set", tuple(sorted(map(repr, value)))
-    if _is_record(value):
-        return kind.__name__, token(_content(value))
-    return kind.__name__, _Which(id(value))
-
-
-NOTHING = (token(MISSING), MISSING)
-
-# -- what forward reads ----------------------------------------------------------------------------
-
-
-_noted: dict[int, set[str]] = {}  # by the identity of a module that is being captured
-_lock = threading.Lock()
-
-
-@contextmanager
-def read_attributes(model: nn.Module) -> Iterator[dict[str, set[str]]]:
-    """Within, every attribute of the model's modules that is read is noted, by their paths."""
-    named = dict(model.named_modules())
-    reads: dict[str, set[str]] = {path: set() for path in named}
-    own = {id(module): reads[path] for path, module in named.items()}
-    with _lock:
-        _noted.update(own)
-        nn.Module.__getattribute__ = _read  # type: ignore[method-assign]
-    try:
-        yield reads
-    finally:
-        with _lock:
-            for key in own:
-                _noted.pop(key, None)
-            if not _noted:
-                del nn.Module.__getattribute__
-
-
-def _read(self: Any, name: str) -> Any:
-    own = _noted.get(id(self))
-    if own is not None:
-        own.add(name)
-    return object.__getattribute__(self, name)

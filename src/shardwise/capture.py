@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.attributes import read_attributes
 from shardwise.build import Builder
 from shardwise.errors import CaptureError
 from shardwise.formats import like
@@ -23,6 +22,7 @@ from shardwise.functional import functional
 from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
 from shardwise.hooks import traced_hooks
+from shardwise.reading import read_attributes
 from shardwise.regions import joined, without_inference_mode
 from shardwise.weightless import stand_ins
 

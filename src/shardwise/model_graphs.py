@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.attributes import Looks
+from shardwise.attributes import INTERNAL, Looks
 from shardwise.capture import Captured
 from shardwise.formats import memory_order
 from shardwise.graph import LayerGraph
 from shardwise.stored import assign, copy_structure, named_tensors
+from shardwise.values import copied, inside, is_data
 from shardwise.weightless import weightless
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
@@ -58,6 +61,7 @@ class ModelGraphs:
         dtypes: tuple[torch.dtype | None, ...] = (),
     ) -> None:
         self._model = copy_structure(model)
+        _own_objects(self._model)
         twins: dict[int, torch.Tensor] = {}  # by the tensor they stand for, so that ties stay
         for name, tensor in list(named_tensors(self._model)):
             if id(tensor) not in twins:
@@ -72,7 +76,7 @@ class ModelGraphs:
         self._kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
         self._looks = UNCHANGED
         self._captured: dict[tuple[bool, Kinds, Looks], Captured] = {}  # the last used is last
-        self.reads: dict[str, set[str]] = {}  # attributes that forward reads
+        self.reads: dict[Any, set[str]] = {}  # attributes that forward reads, see `Reads`
         self._lock = threading.RLock()  # a loader asks beside the pass that runs
 
     def __call__(self, training: bool, batch: int) -> LayerGraph:
@@ -130,3 +134,14 @@ class ModelGraphs:
         while len(self._captured) > MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]
         return captured
+
+
+def _own_objects(model: nn.Module) -> None:
+    """Settings in the model's modules are copied: what becomes of the user's is followed apart."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name in INTERNAL or not all(map(is_data, inside(value))):
+                continue
+            with suppress(Exception):  # what cannot be copied stays what it is
+                vars(module)[name] = copied(value, memo)

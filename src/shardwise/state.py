@@ -86,7 +86,9 @@ class State:
             for name, _ in root.named_parameters()
         ]
         self.modules[""] = weakref.proxy(root)
-        self.attributes = Attributes(self.modules, self.attributes and self.attributes.base)
+        reads = self.graph.reads if isinstance(self.graph, ModelGraphs) else {}
+        base = self.attributes and self.attributes.base
+        self.attributes = Attributes(self.modules, reads, base)
 
     def twin(self) -> State:
         """The same, for a copy of the model."""
@@ -137,8 +139,7 @@ class State:
 
     def looks(self) -> Looks:
         """How modules differ, in what forward reads, from those that were made parallel."""
-        reads = self.graph.reads if isinstance(self.graph, ModelGraphs) else {}
-        return self.attributes.looks(reads)
+        return self.attributes.looks()
 
     # -- programs ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from exactness import seeded
 from habits.habit import EVERY, assert_refused, assert_same, image
 from shardwise import Plan, ShardwiseError, capture, parallelize
 from shardwise.comm.in_process import InProcess, World
+from shardwise.values import as_read, token, twin
 
 
 @dataclass(slots=True)
@@ -227,3 +229,126 @@ def test_modules_are_of_their_own_class_while_they_are_captured() -> None:
             return x
 
     assert_same(step, lambda: seeded(Chooses()), under=["h=2"])
+
+
+# -- objects that modules hold ---------------------------------------------------------------------
+
+
+class Schedule:
+    """An object as configurations are: of a plain class, with others in it."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.epoch = rate, 0
+        self.inner: Any = None
+        self.table = np.array([1.0, 2.0])
+
+    def factor(self) -> float:
+        return self.rate * float(self.table[0])
+
+
+class Settings(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.second = nn.Conv2d(3, 6, 3, padding=1), Inner()
+        self.config, self.several = Schedule(0.5), [Schedule(1.0), {"deep": Schedule(2.0)}]
+        self.config.inner = Schedule(3.0)
+        self.settings, self.names = Settings(power=2), ["a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x) * self.config.factor() + self.config.inner.factor()
+        y = y * self.several[0].rate + self.several[1]["deep"].rate * len(self.names)
+        return self.second(y) ** self.settings.power
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Schedule(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.shared.rate if self.training else 1 + self.shared.factor())
+
+
+def set_rate_of_config(model: Any) -> None:
+    model.config.rate = 2.0
+
+
+def set_inner(model: Any) -> None:
+    model.config.inner.table[0] = 4.0
+
+
+def set_in_list(model: Any) -> None:
+    model.several[1]["deep"].rate = 0.25
+
+
+def set_in_module(model: Any) -> None:
+    model.second.shared.rate = 0.75
+
+
+def set_another(model: Any) -> None:
+    model.config = Schedule(1.5)
+    model.config.inner = Schedule(2.5)
+
+
+def set_setting(model: Any) -> None:
+    model.settings["power"] = 3
+
+
+def append_name(model: Any) -> None:
+    model.names.append("b")
+
+
+OBJECTS = [set_rate_of_config, set_inner, set_in_list, set_in_module, set_another, set_setting]
+OBJECTS += [append_name]
+
+
+def test_what_forward_reads_of_objects_may_change_after_wrapping() -> None:
+    def use(model: Any, x: torch.Tensor) -> Any:
+        found = [step(model, x)]
+        for change in OBJECTS:
+            change(model)
+            found += [step(model, x)]
+        return found, step(model.eval(), x), step(model, x[:2])
+
+    assert_same(use, lambda: seeded(Configured()), under=["h=2", "random"])
+
+
+def test_copies_of_a_model_have_objects_of_their_own() -> None:
+    def use(model: Any, x: torch.Tensor) -> Any:
+        del model.settings
+        model.settings = Schedule(1.0)
+        model.settings.power = 3
+        twin = copy.deepcopy(model)
+        model.config.rate = 4.0
+        return model(x), twin.eval()(x), twin.train()(x)
+
+    assert_same(use, lambda: seeded(Configured()), under=["f=2"])
+
+
+def test_values_that_hold_themselves_are_told_apart() -> None:
+    values = []
+    for name in ("a", "b", "b"):
+        own: list[Any] = [name, {"again": Schedule(1.0)}]
+        own[1]["again"].inner = own
+        values.append(own)
+    first, second, third = map(token, values)
+    reads = {Schedule: {"inner"}}
+    assert as_read(first, reads) != as_read(second, reads) == as_read(third, reads)
+    assert twin(values[0], reads) == values[0] and twin(values[0], reads) != values[1]
+
+
+def test_what_forward_does_not_read_of_objects_may_change_without_a_new_capture() -> None:
+    plain = seeded(Configured())
+    model: Any = parallelize(plain, Plan.uniform(capture(plain, image())))
+    for index in range(3):
+        model.config.epoch, model.config.note = index, [index]
+        model(image())
+    assert len(model._shardwise.graph._captured) == 1
+    model.eval()(image())
+    model.train()(image())
+    assert len(model._shardwise.graph._captured) == 2
+    assert "__getattribute__" not in vars(Schedule)
