@@ -26,6 +26,7 @@ DESCRIBE = {
     "regions",
     "attributes",
     "values",
+    "lost",
     "reading",
     "writing",
     "hooks",

@@ -62,6 +62,7 @@ class Builder:
             output_spec=self.captured.output_spec,
             numbers={i: y.value for i, y in enumerate(returned) if isinstance(y, Constant)},
             constants=self.captured.constants,
+            left=self.captured.left,
             batch_is_free=self.captured.batch_is_free,
         )
 

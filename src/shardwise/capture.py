@@ -25,6 +25,7 @@ from shardwise.hooks import traced_hooks
 from shardwise.reading import read_attributes
 from shardwise.regions import joined, without_inference_mode
 from shardwise.weightless import stand_ins
+from shardwise.writing import left_behind
 
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
 SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
@@ -69,8 +70,12 @@ class Captured:
         model, inputs = _twin(model, inputs)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
-        mode = _mode(model, training, others)
-        with mode, traced_hooks(model), read_attributes(model) as self.reads:
+        with (
+            _mode(model, training, others),
+            traced_hooks(model),
+            read_attributes(model) as self.reads,
+            left_behind(model, self.reads) as self.left,
+        ):
             program = _export(model, inputs, free)
         signature = program.graph_signature
         self._names: dict[str, tuple[str, str]] = {}

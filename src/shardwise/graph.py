@@ -128,6 +128,7 @@ class LayerGraph:
 
     `outputs` names the layers whose tensors the model returns; `output_spec` is the structure that
     its forward returns them in (a tuple, a dict, ...), `numbers` what is no tensor there, by place.
+    `left` is what forward leaves in attributes of its modules.
     """
 
     layers: tuple[Layer, ...]
@@ -138,6 +139,7 @@ class LayerGraph:
     output_spec: Any = field(repr=False, default=None)
     numbers: Mapping[int, Any] = field(repr=False, default_factory=dict)
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    left: Mapping[Any, Any] = field(repr=False, default_factory=dict)
     batch_is_free: bool = True
 
     @cached_property

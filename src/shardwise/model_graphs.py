@@ -13,11 +13,13 @@ from torch import nn
 
 from shardwise.attributes import INTERNAL, Looks
 from shardwise.capture import Captured
+from shardwise.errors import CaptureError
 from shardwise.formats import memory_order
 from shardwise.graph import LayerGraph
 from shardwise.stored import assign, copy_structure, named_tensors
-from shardwise.values import copied, inside, is_data
+from shardwise.values import copied, inside, is_data, token
 from shardwise.weightless import weightless
+from shardwise.writing import changes
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
 
@@ -128,12 +130,19 @@ class ModelGraphs:
             model = copy_structure(self._model) if self._looks.changes else self._model
             self._looks.apply(model)
             captured = Captured(model, self._inputs, training, others=self._looks.others)
+            self._check_left(captured)
             for path, names in captured.reads.items():
                 self.reads.setdefault(path, set()).update(names)
         self._captured[key] = captured
         while len(self._captured) > MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]
         return captured
+
+    def _check_left(self, captured: Captured) -> None:
+        """Refuses a model that goes on from what its own last call has left."""
+        for path, name, value in self._looks.changes:
+            if token(captured.left.get((path, name), value)) != token(value):
+                raise CaptureError(changes(path, name))
 
 
 def _own_objects(model: nn.Module) -> None:

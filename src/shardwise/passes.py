@@ -31,6 +31,7 @@ from shardwise.graph import LayerGraph
 from shardwise.program import Program, Source, layer_layout, to_all
 from shardwise.runtime import Bound, Runtime, Tensors
 from shardwise.state import State
+from shardwise.writing import leave
 
 Inputs = tuple[torch.Tensor, ...]
 FORWARD = "the forward pass"
@@ -59,6 +60,7 @@ def run(
     with together(state.comm, FORWARD):
         _count_batches(bound.graph, state)
         outputs = _outputs(state, bound, inputs, params)
+    leave(bound.graph.left, state.modules)
     return _arranged(bound.graph, outputs)
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from shardwise.values import EVERYTHING, inside, is_object
 
 _lock = threading.Lock()
+_set = nn.Module.__setattr__
 _noted: dict[int, set[str]] = {}  # names that are read, by the module that is being captured
+_written: dict[int, set[str]] = {}  # names that were set before, of which nobody reads the old
 _patched: dict[type, list[set[str]]] = {}  # by the class of objects, for everyone who captures
 _before: dict[type, Any] = {}  # what these classes had themselves
 
@@ -22,7 +24,8 @@ _before: dict[type, Any] = {}  # what these classes had themselves
 def read_attributes(model: nn.Module) -> Iterator[dict[Any, set[str]]]:
     """Within, every attribute of the model's modules that is read is noted, by their paths.
 
-    So is every attribute of other objects in them, by their classes.
+    What forward itself has set before is not what it depends on. Attributes of other objects that
+    modules hold are noted by their classes.
     """
     named = dict(model.named_modules())
     reads: dict[Any, set[str]] = defaultdict(set, {path: set() for path in named})
@@ -31,7 +34,9 @@ def read_attributes(model: nn.Module) -> Iterator[dict[Any, set[str]]]:
     kinds = {type(value) for value in inside(held) if is_object(value)}
     with _lock:
         _noted.update(own)
+        _written.update((key, set()) for key in own)
         nn.Module.__getattribute__ = _read  # type: ignore[method-assign]
+        nn.Module.__setattr__ = _write  # type: ignore[method-assign]
         watched = [kind for kind in kinds if _watch(kind, reads[kind])]
     try:
         yield reads
@@ -39,17 +44,26 @@ def read_attributes(model: nn.Module) -> Iterator[dict[Any, set[str]]]:
         with _lock:
             for key in own:
                 _noted.pop(key, None)
+                _written.pop(key, None)
             if not _noted:
                 del nn.Module.__getattribute__
+                nn.Module.__setattr__ = _set  # type: ignore[method-assign]
             for kind in watched:
                 _leave(kind, reads[kind])
 
 
 def _read(self: Any, name: str) -> Any:
     own = _noted.get(id(self))
-    if own is not None:
+    if own is not None and name not in _written[id(self)]:
         own.add(name)
     return object.__getattribute__(self, name)
+
+
+def _write(self: Any, name: str, value: Any) -> None:
+    own = _written.get(id(self))
+    if own is not None:
+        own.add(name)
+    _set(self, name, value)
 
 
 def _watch(kind: Any, names: set[str]) -> bool:

@@ -15,10 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.lost import Lost
+
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 SEQUENCES, SETS = (list, tuple), (set, frozenset)
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}  # whose objects are nobody's settings
+FOREIGN = sys.stdlib_module_names | {
+    "torch",
+    "numpy",
+    "shardwise",
+}  # whose objects are nobody's settings
 EVERYTHING = "__dict__"  # a name that stands for all of an object's
 MOST_VISITED = 10_000  # values that are looked at for what they hold
 MISSING = "(deleted)"
@@ -36,21 +42,29 @@ def is_object(value: Any) -> bool:
         return False
     if kind.__module__.partition(".")[0] in FOREIGN or callable(getattr(kind, "__get__", None)):
         return False
-    return hasattr(value, "__dict__") or is_dataclass(value)
+    return _table(value) is not None or is_dataclass(value)
 
 
 def is_data(value: Any) -> bool:
     """Whether a value is what it holds, so that a copy is as good."""
-    known = (*PLAIN, *SEQUENCES, *SETS, dict, np.ndarray)
+    known = (*PLAIN, *SEQUENCES, *SETS, dict, np.ndarray, Lost)
     return isinstance(value, known) or is_object(value)
+
+
+def _table(value: Any) -> dict[str, Any] | None:
+    """An object's own attributes, which are not read by asking it: that may be noted."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
 
 
 def attributes_of(value: Any, names: set[str] | None = None) -> dict[str, Any]:
     """The attributes of an object, which may be slots; those of these names, or all."""
-    if hasattr(value, "__dict__"):
-        own = vars(value)
-    else:
-        own = {field.name: getattr(value, field.name, MISSING) for field in fields(value)}
+    own = _table(value)
+    if own is None:
+        slots = [field.name for field in fields(value)]
+        own = {name: object.__getattribute__(value, name) for name in slots}
     if names is None or EVERYTHING in names:
         return dict(own)
     return {name: own[name] for name in own if name in names}
@@ -76,8 +90,10 @@ def inside(value: Any) -> Iterator[Any]:
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of data; copy.deepcopy fails on dictionaries whose items are attributes, too."""
     kind: Any = type(value)
-    if isinstance(value, (*PLAIN, *SETS, np.ndarray)):
-        return value if isinstance(value, PLAIN) else copy.copy(value)
+    if isinstance(value, (*PLAIN, Lost)):
+        return value
+    if isinstance(value, (*SETS, np.ndarray)):
+        return copy.copy(value)
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, tuple):
@@ -130,6 +146,8 @@ def token(value: Any, within: tuple[int, ...] = ()) -> Any:
     kind = type(value)
     if isinstance(value, PLAIN):
         return kind.__name__, repr(value)
+    if isinstance(value, Lost):
+        return "lost", repr(value)
     if isinstance(value, nn.Parameter):  # of which its values are no news
         return "parameter", _Which(id(value))
     if isinstance(value, torch.Tensor):
