@@ -65,6 +65,7 @@ class Captured:
     ) -> None:
         if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
             raise CaptureError("the example input must be tensors whose first dimension is samples")
+        check_not_parallel(model)
         self.training, self._given = training, (model, inputs)
         self._others = others  # modules in another mode
         model, inputs = _twin(model, inputs)
@@ -144,6 +145,14 @@ class Captured:
         except CaptureError:
             return None
         return replace(graph, batch_is_free=True)
+
+
+def check_not_parallel(model: nn.Module) -> None:
+    """Raises where a model, or a part of it, is parallel: its passes are messages to others."""
+    for name, module in model.named_modules():
+        if "_shardwise" in vars(module):
+            what = f"its module {name!r}" if name else "it"
+            raise CaptureError(f"the model cannot be made parallel: {what} is parallel already")
 
 
 def _check_constants(constants: dict[str, torch.Tensor]) -> None:

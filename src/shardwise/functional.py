@@ -22,7 +22,8 @@ RESHAPES = frozenset(
     """view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as
     reshape_as""".split()  # noqa: SIM905
 )
-SAME = frozenset(("alias", "contiguous", "to", "lift_fresh", "type_as"))
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+SAME = frozenset(("alias", "contiguous", "to", "lift_fresh", "type_as", *DROPOUTS))
 PERMUTATIONS = frozenset(("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T"))
 END = 2**63 - 1
 COPY = aten.lift_fresh_copy.default  # of a constant; torch.export takes it for a view

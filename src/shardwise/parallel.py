@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.agreement import agree_on, agree_to_start, checksum, together
 from shardwise.blank import Blanks, check_attributes, valued_names
+from shardwise.capture import check_not_parallel
 from shardwise.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.engine import Engine
@@ -76,10 +77,7 @@ def parallelize(
 def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     check_hooks(model)
     check_attributes(model)
-    for name, module in model.named_modules():
-        if isinstance(module, ParallelModel):
-            what = f"its module {name!r}" if name else "it"
-            raise ShardwiseError(f"the model cannot be made parallel: {what} is parallel already")
+    check_not_parallel(model)
     if plan.world != comm.size:
         raise PlanError(
             f"the plan is for {plan.world} workers, but {comm.size} are running; start "
@@ -122,6 +120,11 @@ class ParallelModel(nn.Module):
         """
         if "_shardwise" not in self.__dict__:  # a slice of a sequence, say, which is a new module
             return super().forward(*args, **kwargs)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise ShardwiseError(
+                "a parallel model cannot be exported or traced: its passes are messages to other "
+                "ranks; export the original, with the state_dict() of the parallel one"
+            )
         state: State = self._shardwise
         batch = kwargs.pop("_shardwise_batch", None)  # whatever the model's own arguments are
         if "batch" not in state.arguments.parameters:

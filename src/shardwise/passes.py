@@ -95,6 +95,7 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
             "torch.autocast does not reach into a parallel model; leave it out, and give "
             "parallelize precision='bf16' instead"
         )
+    _check_held(state)
     samples = _num_samples(inputs, batch)
     graph = state.graph_for(inputs, samples)
     _check_inputs(state, graph, inputs, whole=batch is None)
@@ -106,6 +107,18 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
             )
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return state.bound(graph, trainable, batch is None, needs_gradient)
+
+
+def _check_held(state: State) -> None:
+    """Parameters may have been replaced, by whole ones say."""
+    for name, param in state.params().items():
+        held = state.held_shapes.get(name, param.shape)
+        if param.shape != held and param.ndim:
+            found, wanted = ("x".join(map(str, shape)) for shape in (param.shape, held))
+            raise ShardwiseError(
+                f"the model has parameters of other shapes than before: {name!r} is {found}, and "
+                f"this rank's block of it {wanted}; load_state_dict takes whole ones"
+            )
 
 
 def _num_samples(inputs: Inputs, batch: int | None) -> int:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from inspect import Signature
 from typing import Any
 
@@ -99,6 +100,11 @@ class State:
     @property
     def training(self) -> bool:
         return self.modules[""].training
+
+    @cached_property
+    def held_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this rank's blocks."""
+        return {name: layout[self.comm.rank].shape for name, layout in self.layouts.items()}
 
     def params(self) -> dict[str, nn.Parameter]:
         """The same as named_parameters, without a walk over all modules, which every step needs."""

@@ -63,8 +63,8 @@ def test_optimizers_that_update_element_by_element_are_the_same(kind: str, optio
     assert_same(use, under=["n=2", *SPLIT] if not options else SPLIT)
 
 
-class Lamb(torch.optim.Optimizer):
-    """As many have written it: the norm of a whole update scales its rate."""
+class ByParameter(torch.optim.Optimizer):
+    """An optimizer as people write it: one parameter after the other."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -73,10 +73,19 @@ class Lamb(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                moment = state.setdefault("moment", torch.zeros_like(p))
-                moment.lerp_(p.grad, 0.1)
-                p.sub_(moment, alpha=float(group["lr"] * p.norm() / moment.norm()))
+                self.update(p, group["lr"])
+
+    def update(self, p: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
+class Lamb(ByParameter):
+    """As many have written it: the norm of a whole update scales its rate."""
+
+    def update(self, p: Any, lr: float) -> None:
+        moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+        moment.lerp_(p.grad, 0.1)
+        p.sub_(moment, alpha=float(lr * p.norm() / moment.norm()))
 
 
 class Noisy(torch.optim.SGD):
@@ -90,17 +99,11 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn(p.shape, dtype=p.dtype), alpha=0.01)
 
 
-class Signs(torch.optim.Optimizer):
+class Signs(ByParameter):
     """Nobody here knows of it, and it is right on blocks."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"])
+    def update(self, p: Any, lr: float) -> None:
+        p.sub_(p.grad.sign(), alpha=lr)
 
 
 @pytest.mark.parametrize("kind", [Lamb, Noisy, torch.optim.Adafactor])
