@@ -27,6 +27,7 @@ DESCRIBE = {
     "attributes",
     "values",
     "lost",
+    "lines",
     "reading",
     "writing",
     "hooks",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise
 from shardwise import Config, Plan, PlanError, capture, zoo
 from shardwise.graph import LayerGraph
 
@@ -139,3 +140,30 @@ def test_uniform_plans_exist_for_networks_of_the_zoo(name: str) -> None:
     graph = capture(model.to_empty(device="cpu"), torch.zeros(zoo.input_shape(name, 4)))
     for degrees in ({"n": 4}, {"h": 2, "w": 2}, {"c": 4}, {"f": 4}, {"c": 2, "f": 2}):
         assert Plan.uniform(graph, **degrees).world == 4
+
+
+def test_the_last_line_names_operators_without_a_strategy() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.svdvals(self.conv(x).flatten(2))
+
+    graph = capture(Net(), torch.zeros(2, 3, 6, 6))
+    plans = [Plan.uniform(graph, n=2), shardwise.plan(graph, cluster="2x1Gb")]
+    for plan, named in zip(plans, ("", "linalg_svd"), strict=True):
+        last = str(plan).splitlines()[-1]
+        assert last.startswith(f"no strategy: {named}") and plan.whole[0] in last, last
+        assert "whole on one worker" in last and "of 2 workers" in last
+    assert "workers" not in str(Plan.uniform(graph, n=1)).splitlines()[-1]
+
+
+def test_the_last_line_says_that_workers_are_idle() -> None:
+    graph = capture(nn.Sequential(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 6, 6))
+    assert str(Plan.uniform(graph, 3, n=2)).endswith(
+        "no layer uses more than 2 of 3 workers: more would take longer, or there is nothing more "
+        "to split"
+    )
+    assert "no layer uses" not in str(Plan.uniform(graph, n=2))

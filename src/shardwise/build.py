@@ -17,6 +17,7 @@ from shardwise.dims import default_dims, label_dims
 from shardwise.errors import CaptureError
 from shardwise.functional import aten_name, is_counter, is_in_place, named_args
 from shardwise.graph import Layer, LayerGraph, Like, Operand, Slot
+from shardwise.lines import line_of_node, located
 from shardwise.operators import ITEMS, OPERATORS, OTHERWISE_IN_PLACE, POINTWISE, Request
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Builder:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
-                self._call(node)
+                with located(node):
+                    self._call(node)
             elif node.op == "output":
                 returned = [self._returned(arg) for arg in pytree.tree_leaves(node.args[0])]
         inputs = tuple(self.values[n].name for n in self.captured._user_inputs)
@@ -431,9 +433,9 @@ class Builder:
             if expr.free_symbols & set(node.meta.get("unbacked_bindings") or ()):
                 path = self._path(node)
                 of = f" of module {path!r}" if path else ""
-                line = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
-                code = f" ({line[0].strip()})" if line else ""
-                return f" of {aten_name(node)!r}{of}{code}"
+                code = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
+                shown = ", ".join(part.strip() for part in (*code, line_of_node(node)) if part)
+                return f" of {aten_name(node)!r}{of}{f' ({shown})' if shown else ''}"
         return f" ({expr})"
 
     def _named_args(self, node: fx.Node) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import _trace as torch_trace
 
 from shardwise.build import Builder
 from shardwise.errors import CaptureError
@@ -22,6 +23,7 @@ from shardwise.functional import functional
 from shardwise.functions import kept_whole
 from shardwise.graph import LayerGraph
 from shardwise.hooks import traced_hooks
+from shardwise.lines import line_of_error
 from shardwise.reading import read_attributes
 from shardwise.regions import joined, without_inference_mode
 from shardwise.weightless import stand_ins
@@ -29,6 +31,7 @@ from shardwise.writing import left_behind
 
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
 SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
+LOGGERS = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
 
@@ -211,12 +214,17 @@ def _mode(model: nn.Module, training: bool, others: tuple[str, ...]) -> Iterator
 @contextmanager
 def _silent() -> Iterator[None]:
     """Torch logs a traceback of a shape that does not fit, before it raises: ours is a sentence."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    loggers = [logging.getLogger(f"torch.{name}") for name in LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    torch_trace.print = lambda *_, **__: None  # noqa: B010; of half a graph
     try:
         yield
     finally:
-        logger.disabled = before
+        torch_trace.__dict__.pop("print", None)
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: bool) -> Any:
@@ -251,6 +259,13 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: boo
                 f"it returns a {unknown[1]}, of which torch.export does not know the parts; call "
                 "torch.export.register_dataclass of that class before, or return a tuple or dict"
             )
+        if "data-dependent expression" in reason:
+            reason = (
+                "it depends on the values of tensors (an if, a loop, int() or the like), which are "
+                "only known when it runs"
+            )
+        line = line_of_error(error)
         raise CaptureError(
             f"{type(model).__name__} cannot be captured for input {shapes}: {reason.strip()}"
+            f"{f' ({line})' if line else ''}"
         ) from error

@@ -323,8 +323,8 @@ def plan(
         console.print(explain_table(found, layer))
     if not explain:
         console.print(plan_table(found), rivals_table(found))
-    for line in trace_lines(found.findings.trace):
-        console.print(line, soft_wrap=True)
+    for line in [*trace_lines(found.findings.trace), *found.idle()]:
+        console.print(line, soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shardwise.errors import CaptureError
+from shardwise.lines import located
 
 aten = torch.ops.aten
 
@@ -77,17 +78,21 @@ class _Functional:
 
     def rewritten(self, graph: fx.Graph) -> fx.Graph:
         for node in graph.nodes:
-            parent = _parent(node)
-            if parent is not None:
-                self.parents[node] = parent
-            writes = is_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
-            before = self._way(node.args[0]) if writes else []  # type: ignore[arg-type]
-            _check_writes(node)
-            self.values[node] = self._copied(node)
-            self.shown[node] = self.versions.get(self._owner(node), 0)
-            if writes:
-                self._write(node, before)
+            with located(node):
+                self._rewrite(node)
         return self.graph
+
+    def _rewrite(self, node: fx.Node) -> None:
+        parent = _parent(node)
+        if parent is not None:
+            self.parents[node] = parent
+        writes = is_in_place(node) and node.args and isinstance(node.args[0], fx.Node)
+        before = self._way(node.args[0]) if writes else []  # type: ignore[arg-type]
+        _check_writes(node)
+        self.values[node] = self._copied(node)
+        self.shown[node] = self.versions.get(self._owner(node), 0)
+        if writes:
+            self._write(node, before)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         """The same operator, on what its operands show now."""

@@ -25,6 +25,9 @@ FORMAT = "shardwise-plan-1"
 FLOAT = "float"  # an input of the same type as the parameters
 
 
+MOST_NAMED = 3  # layers without a strategy
+
+
 @dataclass(frozen=True)
 class Plan:
     """How every layer of one model is split over `world` workers.
@@ -205,7 +208,27 @@ class Plan:
         for name, config in self.layers.items():
             note = "  (no strategy: one worker)" if name in self.whole else ""
             rows.append(f"  {name:<{width}}  {config}{note}")
-        return "\n".join(rows)
+        return "\n".join([*rows, *self.idle()])
+
+    def idle(self) -> list[str]:
+        """A line about workers that have nothing to do, for want of a strategy say."""
+        used = max((config.num_workers for config in self.layers.values()), default=1)
+        waits = f"{self.world - 1} of {self.world} workers wait meanwhile"
+        if used < self.world:
+            waits = f"no layer uses more than {used} of {self.world} workers"
+        if self.world == 1 or not (self.whole or used < self.world):
+            return []
+        if not self.whole:
+            return [f"{waits}: more would take longer, or there is nothing more to split"]
+        rows = self.findings.prediction.rows if self.findings is not None else ()
+        ops = {row.layer: row.op for row in rows}
+        named = [
+            f"{ops[name]} (layer {name!r})" if name in ops else repr(name) for name in self.whole
+        ]
+        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        runs = "runs" if len(named) == 1 else "run"
+        what = f"{', '.join(named[:MOST_NAMED])}{more} {runs}"
+        return [f"no strategy: {what} whole on one worker; {waits}"]
 
 
 class _Entry(BaseModel):

@@ -115,7 +115,8 @@ class Findings:
             seconds = (f"{1e3 * t:.4g} ms" if t else "" for t in (prediction.seconds, step))
             totals.append((name, *seconds, size(prediction.moved), size(prediction.memory)))
         title = f"plan for {self.plan.world} workers of {self.costs.cluster.name}"
-        return "\n".join([title, "", *_columns(rows), "", *_columns(totals)])
+        columns = [title, "", *_columns(rows), "", *_columns(totals)]
+        return "\n".join([*columns, *replace(self.plan, findings=self).idle()])
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
