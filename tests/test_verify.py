@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from math import inf, nan
 from typing import Any
@@ -17,6 +18,7 @@ from shardwise.graph import Layer
 from shardwise.handle import Handle
 from shardwise.verify import TOLERANCE, Comparison, compare, noise, trial
 from shardwise.verify.comparison import differences
+from shardwise.verify.results import PlanResult, summary
 
 
 def compared(
@@ -122,6 +124,43 @@ def test_an_operator_that_is_wrong_on_a_part_of_the_samples_is_found(
     worst = max(results, key=lambda c: c.severity)
     assert {"output", "2.weight"} <= failed(results)
     assert worst.error > 0.1 and worst.noise is not None and worst.noise < 1e-13
+    assert worst.cause == "the first layer that differs is '1', on rank 0"
+    plan = Plan.uniform(capture(model, X), n=2)
+    covered, different, cause, verdict = summary([PlanResult("n=2", plan, tuple(results))])[:4]
+    assert covered.startswith("covered: training") and "not covered: evaluation" in covered
+    assert different.startswith("different: ")
+    assert "likely cause: the first layer that differs is '1', on rank 0" in (cause, verdict)
+
+
+def test_a_model_that_does_not_repeat_itself_is_named_as_the_cause() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * random.random()
+
+    results = compared(seeded(Draws()), X, n=2)
+    assert all("one device itself gives something else" in c.cause for c in results if not c.passed)
+    assert failed(results)
+
+
+def test_what_capturing_does_not_see_is_named_as_the_cause() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * (2.0 if torch.compiler.is_exporting() else 1.0)
+
+    results = compared(seeded(Outside()), X, n=2)
+    sentence = (
+        "it differs on one worker, too, so that capturing it is at fault: values that forward"
+    )
+    assert failed(results)
+    assert all(c.cause.startswith(sentence) for c in results if not c.passed)
 
 
 def test_what_one_device_cannot_determine_passes_and_says_so() -> None:

@@ -55,6 +55,7 @@ class Comparison:
     noise: float | None = None
     fault: str = ""
     origin: str = ""
+    cause: str = ""  # of what failed, as far as it is known
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.parallel import Graphs, ParallelModel, of, parallelize
 from shardwise.plan import Plan
+from shardwise.verify.cause import likely_cause, repeats_itself
 from shardwise.verify.comparison import Comparison, differences
 from shardwise.verify.noise import judge
 from shardwise.verify.trial import Found, Trial
@@ -40,13 +42,25 @@ def compare(
     parallel = parallelize(model, plan, comm=comm, graphs=graphs)
     found = trial.run(parallel)
     disagreements = _disagreements(found, parallel, comm)
-    if expected is None:
-        return disagreements
-    results = differences(found, expected)
+    results = [] if expected is None else differences(found, expected)
     del parallel, found  # memory for the runs that measure noise
-    if not all(c.passed or c.fault for c in results):
-        results = judge(model, trial, expected, results)
-    return results + disagreements
+    if expected is not None and not all(c.passed or c.fault for c in results):
+        results = _judged(model, trial, expected, results)
+    results += disagreements
+    if not any(comm.gather_objects(not all(c.passed for c in results))):
+        return results
+    cause = likely_cause(model, plan, trial, comm, graphs)
+    return [c if c.passed else replace(c, cause=cause) for c in results]
+
+
+def _judged(
+    model: nn.Module, trial: Trial, expected: Found, results: list[Comparison]
+) -> list[Comparison]:
+    """By the noise of the model, which is no excuse for one that does not repeat itself."""
+    if repeats_itself(model, trial):
+        return judge(model, trial, expected, results)
+    fault = "one device does not repeat it"
+    return [c if c.passed or c.fault else replace(c, fault=fault) for c in results]
 
 
 def _reference(model: nn.Module, trial: Trial, comm: Communicator) -> Found | None:

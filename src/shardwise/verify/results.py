@@ -9,6 +9,11 @@ from shardwise.plan import Plan
 from shardwise.verify.comparison import FACTOR, Comparison
 
 KINDS = ("output", "loss", "gradient", "statistics", "weight")
+COVERED = {
+    True: "covered: training in this dtype with SGD, a forward pass, its gradients and the weights "
+    "after the last step; not covered: evaluation (--eval), other optimizers, hooks, other batches",
+    False: "covered: outputs of one forward pass in evaluation; not covered: training",
+}
 MOST_NAMED = 3  # tensors that differ
 
 
@@ -66,6 +71,7 @@ def summary(results: Sequence[PlanResult]) -> list[str]:
     verdict = f"{_count(failed, 'plan')} FAILED" if failed else "equal to one device"
     tensors = f"{_count(len(comparisons), 'tensor')} compared"
     return [
+        COVERED[any(c.kind != "output" for c in comparisons)],
         *_about_failures(comparisons),
         *_about_noise(comparisons),
         f"{plans}, {tensors}: {verdict} ({_worst(comparisons)})",
@@ -78,7 +84,9 @@ def _about_failures(comparisons: Sequence[Comparison]) -> list[str]:
     names = [c.label + (f" ({c.fault})" if c.fault else "") for c in failed]
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return [f"different: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
+    causes = dict.fromkeys(c.cause for c in failed if c.cause)
+    lines = [f"different: {', '.join(names[:MOST_NAMED])}{more}"] if names else []
+    return [*lines, *(f"likely cause: {cause}" for cause in causes)]
 
 
 def _about_noise(comparisons: Sequence[Comparison]) -> list[str]:
