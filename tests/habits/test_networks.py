@@ -255,6 +255,7 @@ def test_all_parameters_may_be_one_vector_where_they_are_whole() -> None:
         return vector, model(x)
 
     assert_same(use, under=["n=2", "h=2"])
+    assert_refused(use, "would be that of one rank's block", under=["f=2", "random"])
 
 
 def test_a_convolution_and_its_norm_are_fused_before_wrapping() -> None:
@@ -322,5 +323,5 @@ def test_exporting_or_tracing_a_parallel_model_is_refused() -> None:
         torch.jit.trace(model, (x,), check_trace=False)
 
     sentence = "cannot be exported or traced: .*export the original"
-    assert_refused(export, sentence, under=["n=2", "f=2"])
-    assert_refused(trace, sentence, under=["n=2", "f=2"])
+    assert_refused(export, sentence, under=["n=2"])
+    assert_refused(trace, sentence, under=["n=2"])

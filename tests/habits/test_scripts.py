@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from habits.habit import assert_same
+from habits.habit import assert_refused, assert_same
 
 HABITS: dict[str, Callable[[Any, torch.Tensor], Any]] = {}
 
@@ -225,14 +225,6 @@ def adversarial(model: Any, x: torch.Tensor) -> Any:
         (gradient,) = torch.autograd.grad(loss, shift)
         shift = (shift + 0.1 * gradient.sign()).clamp(-0.2, 0.2).detach().requires_grad_()
     return step(model, (x + shift).detach(), optimizer)
-
-
-@habit("backward(inputs=...)")
-def partial_backward(model: Any, x: torch.Tensor) -> Any:
-    x.requires_grad_()
-    loss = F.cross_entropy(model(x), LABELS)
-    loss.backward(inputs=[x, *model.head.parameters()])
-    return x.grad
 
 
 @habit("an input that is optimized")
@@ -597,3 +589,16 @@ def test_another_default_dtype_changes_nothing() -> None:
         assert_same(lambda model, x: step(model, x, sgd(model)), under=["random"])
     finally:
         torch.set_default_dtype(before)
+
+
+def test_backward_to_some_parameters_is_the_same_or_refused_where_they_are_split() -> None:
+    def use(model: Any, x: torch.Tensor) -> Any:
+        x.requires_grad_()
+        loss = F.cross_entropy(model(x), LABELS)
+        loss.backward(inputs=[x, *model.head.parameters()])
+        return x.grad
+
+    assert_same(use, under=["n=2", "h=2"])
+    assert_refused(
+        use, "backward of 'head.weight' would be that of one rank's block", under=["f=2"]
+    )
