@@ -157,8 +157,8 @@ IN_PLACE = """
     __iadd__ __imul__ __ipow__ __isub__ __itruediv__ constant_ copy_ fill_ zero_ share_memory_
 """
 OF_FORM = """
-    backward data_ptr dim element_size get_device has_names is_complex is_contiguous is_floating_point
-    is_inference is_pinned is_same_size is_shared is_signed ndimension new_full new_ones new_tensor
+    backward data_ptr dim element_size get_device has_names is_complex is_contiguous
+    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension new_full new_ones new_tensor
     new_zeros register_hook register_post_accumulate_grad_hook result_type retain_grad size
     storage_offset stride untyped_storage __delete__ __format__ __hash__ __len__ __repr__
     _has_compatible_shallow_copy_type _is_view

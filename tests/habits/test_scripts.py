@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from habits.habit import assert_refused, assert_same
+from habits.habit import assert_same
 
 HABITS: dict[str, Callable[[Any, torch.Tensor], Any]] = {}
 
