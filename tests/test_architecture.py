@@ -69,6 +69,8 @@ EXECUTE = {
     "splitting",
     "parallel",
     "agreement",
+    "entering",
+    "unsummed",
     "passes",
     "block",
     "elementwise",

@@ -142,8 +142,11 @@ class GradientSums:
         buffers: Mapping[Pack, torch.Tensor],
         params: Mapping[str, torch.Tensor],
         comm: Communicator,
+        held: bool = False,
     ) -> None:
+        """Where they are `held`, this rank's parts are left as they are, for a later sum."""
         self.chunks, self.buffers, self.comm = chunks.chunks, buffers, comm
+        self.held = held
         self.params = {name: params[name] for name in sorted(chunks.held)}
         self.views: Tensors = {}
         for pack, data in buffers.items():
@@ -167,7 +170,7 @@ class GradientSums:
     def after(self, position: int) -> None:
         """A step of the backward pass is done: starts the sums that it completes."""
         for chunk in self.chunks:
-            if position == chunk.start:
+            if position == chunk.start and not self.held:
                 about = About(f"the gradients of {chunk.label}", "gradients")
                 for pack in chunk.packs:
                     self._zero(pack)
@@ -195,6 +198,8 @@ class GradientSums:
         Only what the loss depends on has one (`reached`). Late ones are put off further where
         somebody collects them, and ("use") so are all sums.
         """
+        for pack in self.buffers if self.held else ():
+            self._zero(pack)
         if wait == "backward":
             self.wait()
         if delayed is None:

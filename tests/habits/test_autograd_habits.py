@@ -320,11 +320,3 @@ def test_heads_that_no_loss_uses_have_no_gradient_and_stay() -> None:
         return model.one.weight.grad is None
 
     assert_same(use, heads)
-
-
-def test_autocast_around_the_model_is_refused() -> None:
-    def use(model: Any, x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    assert_refused(use, "torch.autocast does not reach into a parallel model; .*precision='bf16'")
