@@ -34,9 +34,8 @@ class Entry:
         self._gradients, self._rows = gradients, None
         self._arrive: Callable[[], list[list[float]]] | None = None
         if comm.size > 1:
-            own = torch.cat([_numbers(g, same_loss) for g in gradients])
-            flags = torch.full((1,), float(holds), dtype=torch.float64, device=own.device)
-            self._arrive = start_gathering(torch.cat([flags, own]), comm)
+            own = [number for g in gradients for number in _numbers(g, same_loss)]
+            self._arrive = start_gathering(_packed([float(holds), *own]), comm)
 
     def rows(self) -> list[list[float]]:
         """The numbers of all ranks, of which there is none where a rank is alone."""
@@ -83,19 +82,26 @@ def _alike(one: list[float], other: list[float], dtype: torch.dtype) -> bool:
     return all(a == b or (isnan(a) and isnan(b)) or abs(a - b) <= allowed for a, b in pairs)
 
 
-def _numbers(gradient: Any, look: bool) -> torch.Tensor:
+def _numbers(gradient: Any, look: bool) -> list[Any]:
     """Whether there is a gradient, its norm, and its sum with signs that look random."""
     if gradient is None or not look or not gradient.numel():
-        return torch.tensor([gradient is not None, 0.0, 0.0], dtype=torch.float64)
+        return [float(gradient is not None), 0.0, 0.0]
     x = gradient.detach()
     x = torch.view_as_real(x) if x.is_complex() else x
     if x.numel() > LOOKED_AT:
         x = torch.take(x, places(x.numel(), LOOKED_AT).to(x.device))
     x = x.reshape(-1)
     x = x.float() if x.element_size() < 4 else x
-    norm = torch.linalg.vector_norm(x)
-    found = torch.stack([torch.ones_like(norm), norm, x.dot(_signs(x.numel(), x.dtype, x.device))])
-    return found.double()
+    return [1.0, torch.linalg.vector_norm(x), x.dot(_signs(x.numel(), x.dtype, x.device))]
+
+
+def _packed(numbers: list[Any]) -> torch.Tensor:
+    """As one tensor, on their device: nobody waits for a GPU here."""
+    device = next((n.device for n in numbers if isinstance(n, torch.Tensor)), None)
+    if device is None or device.type == "cpu":
+        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    kind = {"dtype": torch.float64, "device": device}
+    return torch.stack([torch.as_tensor(number, **kind) for number in numbers])
 
 
 @lru_cache(maxsize=8)
