@@ -71,6 +71,7 @@ EXECUTE = {
     "agreement",
     "entering",
     "unsummed",
+    "way_back",
     "passes",
     "block",
     "elementwise",

@@ -20,13 +20,13 @@ from shardwise.block import plain
 from shardwise.box import Box
 from shardwise.comm import About, Communicator
 from shardwise.layout import Layout
-from shardwise.passes import check_summed
 from shardwise.plan import Plan
 from shardwise.program import layer_layout
 from shardwise.runtime import Tensors
 from shardwise.state import State
 from shardwise.stored import gather_whole, named_tensors
 from shardwise.trace import Trace
+from shardwise.way_back import check_summed
 
 
 class Handle:

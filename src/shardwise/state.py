@@ -202,7 +202,8 @@ class State:
             named = self.params().items()
             wanted = None if params is None else {n for n, p in named if id(p) in params}
             sums.wait(wanted)
-            if not sums.pending:
+            sums.check_untouched(wanted)
+            if not sums.pending and not sums.handed:
                 self.unfinished = None
 
     def flush(self) -> None:
