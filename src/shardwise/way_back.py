@@ -124,7 +124,9 @@ def _autograd_wants(made: Pass) -> bool:
 def _is_filled(param: torch.Tensor) -> bool:
     """Whether the backward pass that is under way adds to the `.grad` of this parameter."""
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        with torch._C.DisableTorchFunctionSubclass():  # blocks refuse what torch does to find it
+            node = get_gradient_edge(param).node
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad, of this very parameter
         return False
 
