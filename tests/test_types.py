@@ -87,18 +87,6 @@ def test_whole_numbers_are_inputs_too_and_a_plan_file_remembers_it() -> None:
         assert y.shape == () and torch.allclose(y, net(x, label))
 
 
-def test_autocast_around_a_parallel_model_is_refused() -> None:
-    net, x = Net(), torch.randn(4, 3, 8, 8)
-    plan = Plan.uniform(capture(net, x), n=2)
-
-    def work(comm: Communicator) -> None:
-        model = parallelize(net, plan, comm=comm)
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ShardwiseError, match="autocast"):
-            model(x)
-
-    World(2).run(work)
-
-
 def test_a_graph_that_was_captured_for_other_types_is_refused_by_the_layer() -> None:
     net, x = Net().double(), torch.randn(4, 3, 8, 8)
     graph = capture(net, x.double())

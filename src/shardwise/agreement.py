@@ -7,7 +7,7 @@ a word. Each rank sends a few numbers to all others; who differs from rank 0 is 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -35,6 +35,7 @@ class Call:
     trained: int = 0  # which parameters, and which inputs need gradients
     kinds: int = 0  # shapes and dtypes of whole inputs
     content: int = 0  # of whole inputs
+    lowered: int = 0  # layers compute in 16 bits
     refused: int = 0  # this rank cannot do it
 
     def __str__(self) -> str:
@@ -56,6 +57,8 @@ class Call:
             return "has other parameters or inputs that require gradients than rank 0"
         if self.kinds != first.kinds:
             return "was given inputs of another shape or dtype than rank 0"
+        if self.lowered != first.lowered:
+            return "runs under torch.autocast where rank 0 does not, or the other way round"
         if self.content != first.content:
             return (
                 "was given another batch than rank 0; give every rank the same global batch, or "
@@ -111,11 +114,20 @@ def agree_on(number: int, otherwise: str, comm: Communicator) -> None:
 
 def gather_numbers(numbers: Sequence[int], comm: Communicator) -> list[list[int]]:
     """Every rank's numbers, in rank order."""
-    device = "cuda" if comm.backend == "nccl" else "cpu"
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return start_gathering(torch.tensor(numbers, dtype=torch.int64), comm)()
+
+
+def start_gathering(own: torch.Tensor, comm: Communicator) -> Callable[[], list[list[Any]]]:
+    """Sends this rank's numbers to all; what it returns waits for every rank's, in rank order."""
+    own = own.to("cuda" if comm.backend == "nccl" else "cpu")
     everyone = [torch.empty_like(own) for _ in range(comm.size)]
-    comm.all_gather(tuple(range(comm.size)), everyone, own, ABOUT).wait()
-    return torch.stack(everyone).tolist()
+    pending = comm.all_gather(tuple(range(comm.size)), everyone, own, ABOUT)
+
+    def arrive() -> list[list[Any]]:
+        pending.wait()
+        return torch.stack(everyone).tolist()
+
+    return arrive
 
 
 def checksum(value: Any) -> int:
@@ -124,16 +136,16 @@ def checksum(value: Any) -> int:
         return zlib.crc32(repr(value).encode())
     x = value.detach()
     if x.numel() > LOOKED_AT:
-        x = torch.take(x, _places(x.numel()).to(x.device))
+        x = torch.take(x, places(x.numel(), LOOKED_AT).to(x.device))
     x = torch.view_as_real(x) if x.is_complex() else x
     flat = x.contiguous().cpu().as_strided((x.numel(),), (1,))  # of one element, strides may be odd
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
 
 
-@lru_cache(maxsize=4)
-def _places(numel: int) -> torch.Tensor:
-    """Places all over a tensor, by an odd step so that they fall into all rows and columns."""
-    return torch.arange(0, numel, (numel // LOOKED_AT) | 1)
+@lru_cache(maxsize=8)
+def places(numel: int, count: int) -> torch.Tensor:
+    """So many places all over a tensor, by an odd step: they fall into all rows and columns."""
+    return torch.arange(0, numel, (numel // count) | 1)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.comm import About, Communicator, Pending
 from shardwise.engine import Engine
+from shardwise.errors import ShardwiseError
 from shardwise.graph import WITHOUT_GRADIENT, LayerGraph
 from shardwise.program import Program, Run
 from shardwise.strategies import Gradients
@@ -142,8 +143,11 @@ class GradientSums:
         buffers: Mapping[Pack, torch.Tensor],
         params: Mapping[str, torch.Tensor],
         comm: Communicator,
+        held: bool = False,
     ) -> None:
+        """Where they are `held`, this rank's parts are left as they are, for a later sum."""
         self.chunks, self.buffers, self.comm = chunks.chunks, buffers, comm
+        self.held = held
         self.params = {name: params[name] for name in sorted(chunks.held)}
         self.views: Tensors = {}
         for pack, data in buffers.items():
@@ -152,6 +156,7 @@ class GradientSums:
         self.whole: Tensors = {}  # gradients that need no sum
         self.pending: list[tuple[frozenset[str], Pending]] = []
         self.late = Late()
+        self.handed: Tensors = {}  # what is in `.grad` while the sums go on
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """A part of a parameter's gradient; a shared parameter has several."""
@@ -167,7 +172,7 @@ class GradientSums:
     def after(self, position: int) -> None:
         """A step of the backward pass is done: starts the sums that it completes."""
         for chunk in self.chunks:
-            if position == chunk.start:
+            if position == chunk.start and not self.held:
                 about = About(f"the gradients of {chunk.label}", "gradients")
                 for pack in chunk.packs:
                     self._zero(pack)
@@ -195,6 +200,8 @@ class GradientSums:
         Only what the loss depends on has one (`reached`). Late ones are put off further where
         somebody collects them, and ("use") so are all sums.
         """
+        for pack in self.buffers if self.held else ():
+            self._zero(pack)
         if wait == "backward":
             self.wait()
         if delayed is None:
@@ -216,6 +223,21 @@ class GradientSums:
             elif name not in late:  # a rank without samples
                 found[name] = torch.zeros_like(param)
         return found
+
+    def handed_out(self, found: Tensors) -> Tensors:
+        """The same memory with versions of its own, which tell whether somebody else writes."""
+        self.handed = {name: gradient.data for name, gradient in found.items()}
+        return self.handed
+
+    def check_untouched(self, wanted: Collection[str] | None = None) -> None:
+        """Raises where one of these gradients, or any, was added to before its sum was made."""
+        looked_at = [name for name in self.handed if wanted is None or name in wanted]
+        names = [name for name in looked_at if self.handed.pop(name)._version]
+        if names:
+            raise ShardwiseError(
+                f"something was added to the gradient of {names[0]!r} while it was summed: a loss "
+                "that depends on a parameter itself, a penalty say, needs Engine(wait='backward')"
+            )
 
     def _put_off(self, delayed: Late, reached: Collection[str]) -> frozenset[str]:
         """Sums that go on become gradients that are late; in the order in which they started."""

@@ -26,6 +26,7 @@ from shardwise.runtime import Tensors
 from shardwise.state import State
 from shardwise.stored import gather_whole, named_tensors
 from shardwise.trace import Trace
+from shardwise.way_back import check_summed
 
 
 class Handle:
@@ -112,12 +113,21 @@ class Handle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients add up within as on one device, so scripts that accumulate them may use it.
+        """Gradients add up within on each rank; the next backward pass outside sums them all.
 
-        They are summed over ranks in every backward pass all the same: a part of a gradient means
-        nothing to hooks, to clipping, or to a step that comes too early.
+        Both passes, forward and backward, must be within. Until the sum is made, whoever reads a
+        gradient is told so: clipping, an optimizer's step. Where parameters have hooks, which are
+        for whole gradients, every pass makes its sums all the same.
+
+        >>> with model.no_sync():
+        ...     loss_fn(model(x1), y1).backward()
+        >>> loss_fn(model(x2), y2).backward()
         """
-        yield
+        before, self._state.holds = self._state.holds, True
+        try:
+            yield
+        finally:
+            self._state.holds = before
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -160,6 +170,7 @@ class Handle:
     def full_gradients(self, ranks: tuple[int, ...] | None = None) -> Tensors:
         """Every parameter's whole gradient by its name; see `full_tensors`."""
         self.flush()
+        self._check_summed()
         named, found = dict(self._model.named_parameters()), {}
         with together(self.comm, "full_gradients"):
             here = {name for name, param in named.items() if param.grad is not None}
@@ -169,6 +180,11 @@ class Handle:
                 block = torch.zeros_like(named[name]) if gradient is None else gradient
                 found[name] = self._whole(name, f"{name} gradient", block, ranks)
         return found
+
+    def _check_summed(self) -> None:
+        """Raises on all ranks where a gradient of one waits for its sum."""
+        with together(self.comm, "sums of gradients"):
+            check_summed(self._state)
 
     def _whole(
         self, name: str, what: str, block: torch.Tensor, ranks: tuple[int, ...] | None
@@ -191,6 +207,7 @@ class Handle:
         All ranks must call it; `foreach` is accepted as torch's is, and changes nothing.
         """
         self.flush()
+        self._check_summed()
         params = list(self._model.parameters())  # a rank may lack a gradient that others have
         gradients = [p.new_empty(0) if p.grad is None else plain(p.grad) for p in params]
         norm = torch.linalg.vector_norm(self.norms(params, gradients, norm_type), norm_type)

@@ -6,20 +6,16 @@ and leaves out what a loss does not depend on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from shardwise.agreement import Call, Disagreement, agree, checksum, gather_numbers, together
+from shardwise.agreement import Call, agree, checksum, together
 from shardwise.block import Block, plain
 from shardwise.box import Box
 from shardwise.comm import About
@@ -31,6 +27,7 @@ from shardwise.graph import LayerGraph
 from shardwise.program import Program, Source, layer_layout, to_all
 from shardwise.runtime import Bound, Runtime, Tensors
 from shardwise.state import State
+from shardwise.way_back import Pass, go_back
 from shardwise.writing import leave
 
 Inputs = tuple[torch.Tensor, ...]
@@ -45,23 +42,51 @@ def run(
 
     Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
     """
-    params: Tensors = {n: p for n, p in state.params().items() if p.requires_grad}
-    bound, call = None, Call(refused=1)
-    if refusal is None:
-        try:
-            bound = _bound(state, inputs, batch, frozenset(params))
-            call = _call(state, inputs, batch, params)
-        except Exception as error:
-            refusal = error
-    with state.comm.doing(FORWARD):
-        state.check_values()
-        agree(call, refusal, state.comm)
-    assert bound is not None
-    with together(state.comm, FORWARD):
-        _count_batches(bound.graph, state)
-        outputs = _outputs(state, bound, inputs, params)
-    leave(bound.graph.left, state.modules)
-    return _arranged(bound.graph, outputs)
+    with without_autocast(inputs) as lower:
+        params: Tensors = {n: p for n, p in state.params().items() if p.requires_grad}
+        bound, call, precision = None, Call(refused=1), state.precision
+        if refusal is None:
+            try:
+                bound = _bound(state, inputs, batch, frozenset(params))
+                precision = precision or _precision(lower, inputs, state)
+                call = _call(state, inputs, batch, params, precision)
+            except Exception as error:
+                refusal = error
+        with state.comm.doing(FORWARD):
+            state.check_values()
+            agree(call, refusal, state.comm)
+        assert bound is not None
+        with together(state.comm, FORWARD):
+            _count_batches(bound.graph, state)
+            outputs = _outputs(state, bound, inputs, params, precision)
+        leave(bound.graph.left, state.modules)
+        return _arranged(bound.graph, outputs)
+
+
+@contextmanager
+def without_autocast(tensors: Sequence[Any]) -> Iterator[torch.dtype | None]:
+    """Within, layers get the types that they are given; says what torch.autocast would lower to."""
+    kinds = {x.device.type for x in tensors if x is not None}
+    known = filter(torch.amp.is_autocast_available, kinds)
+    kind = next((kind for kind in known if torch.is_autocast_enabled(kind)), None)
+    if kind is None:
+        yield None
+    else:
+        lower = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            yield lower
+
+
+def _precision(lower: torch.dtype | None, inputs: Inputs, state: State) -> torch.dtype | None:
+    """What torch.autocast around the model means: it leaves alone what is float64."""
+    if lower is None or any(x.dtype is torch.float64 for x in (*inputs, *state.params().values())):
+        return None
+    if lower is not torch.bfloat16:
+        raise ShardwiseError(
+            f"torch.autocast to {str(lower).removeprefix('torch.')} around a parallel model, which "
+            "computes in bfloat16 or as it is: give it dtype=torch.bfloat16, or leave it out"
+        )
+    return lower
 
 
 def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
@@ -89,11 +114,6 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
     if len(inputs) != len(state.plan.inputs):
         raise ShardwiseError(
             f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
-        )
-    if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
-        raise ShardwiseError(
-            "torch.autocast does not reach into a parallel model; leave it out, and give "
-            "parallelize precision='bf16' instead"
         )
     _check_held(state)
     samples = _num_samples(inputs, batch)
@@ -140,7 +160,9 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
             )
 
 
-def _call(state: State, inputs: Inputs, batch: int | None, params: Tensors) -> Call:
+def _call(
+    state: State, inputs: Inputs, batch: int | None, params: Tensors, precision: torch.dtype | None
+) -> Call:
     """What this rank is about to do; nobody needs to know it where there is one rank."""
     if state.comm.size == 1:
         return Call()
@@ -155,6 +177,7 @@ def _call(state: State, inputs: Inputs, batch: int | None, params: Tensors) -> C
         trained=checksum([[*params], [x.requires_grad for x in inputs]]),
         kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
         content=checksum([checksum(x) for x in inputs]) if whole else 0,
+        lowered=precision is not None,
     )
 
 
@@ -168,15 +191,17 @@ def _count_batches(graph: LayerGraph, state: State) -> None:
                 counter.add_(1)
 
 
-def _outputs(state: State, bound: Bound, inputs: Inputs, params: Tensors) -> Sequence[torch.Tensor]:
+def _outputs(
+    state: State, bound: Bound, inputs: Inputs, params: Tensors, precision: torch.dtype | None
+) -> Sequence[torch.Tensor]:
     if bound.graph.batch == 0:
         return _of_nothing(bound.graph, inputs, params)
     state.prepare(bound.program)
     leaves = {name: _leaf(param) for name, param in params.items()}
     lookup = partial(_lookup, state, bound.graph.constants, leaves)
-    runtime = Runtime(bound, lookup, state.precision, state.watch)
+    runtime = Runtime(bound, lookup, precision, state.watch)
     if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
-        made = Pass(state, runtime, params, leaves)
+        made = Pass(state, runtime, params, leaves, state.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         return _Node.apply(made, anchor, *inputs, *params.values())
     return _forward(state, runtime, inputs, record=False)
@@ -194,7 +219,8 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
     for name in graph.outputs:
         _, used = reached(graph, [name])
         sources = [*inputs, *(param for n, param in params.items() if n in used)]
-        nothing = sum(x.reshape(-1)[:0].sum() for x in sources if x.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():  # nothing of a block is right, too
+            nothing = sum(x.reshape(-1)[:0].sum() for x in sources if x.requires_grad)
         y = inputs[0].new_empty(graph[name].shape, dtype=graph[name].dtype)
         outputs.append(y + nothing if y.is_floating_point() or y.is_complex() else y)
     return outputs
@@ -239,7 +265,7 @@ def _forward(state: State, runtime: Runtime, inputs: Inputs, record: bool) -> In
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
     outputs = [values[name] for name in program.outputs]
-    return tuple(y.float() if y.dtype == state.precision else y for y in outputs)
+    return tuple(y.float() if y.dtype == runtime.precision else y for y in outputs)
 
 
 def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:
@@ -254,17 +280,6 @@ def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 # -- backward --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pass:
-    """What a pass keeps for its way back."""
-
-    state: State
-    runtime: Runtime
-    params: Tensors
-    leaves: Tensors  # the parameters as layers saw them
-    spent: bool = False  # its way back has been gone, and nothing was retained
 
 
 class _Node(torch.autograd.Function):
@@ -292,8 +307,9 @@ class _Node(torch.autograd.Function):
         made.spent = not _keep_graph()
         wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
         again = torch.is_grad_enabled()  # create_graph=True
-        with torch.no_grad(), together(made.state.comm, "the backward pass"):
-            found = _backward(made, gradients, wanted, again)
+        phase = together(made.state.comm, "the backward pass")
+        with torch.no_grad(), without_autocast(gradients), phase:
+            found = go_back(made, gradients, wanted, again)
         if again:
             found = _First.apply(made.state.name, torch.empty(0, requires_grad=True), *found)
         return None, None, *found
@@ -314,101 +330,3 @@ class _First(torch.autograd.Function):
             "create_graph=True cannot be differentiated again; compute terms that need second "
             "derivatives (gradient penalties, say) with the original model"
         )
-
-
-def _backward(
-    made: Pass, gradients: Sequence[Any], wanted: Sequence[bool], at_once: bool
-) -> list[Any]:
-    """The gradients of the inputs, and those of the parameters unless they come later."""
-    state, runtime, program = made.state, made.runtime, made.runtime.program
-    used = _used(program, gradients, state)
-    values, stored = reached(runtime.bound.graph, [program.origins[name] for name in used])
-    state.wait_for_sums()  # of a step before, whose buffers are used again
-    if state.settle is not None and state.choice.engine.wait == "use":
-        state.settle(None)
-    begin = time.perf_counter()
-    sums = state.gradient_sums(runtime.bound, made.params)
-    parts = _own_parts(program, gradients, state.output == "full")
-    inputs = runtime.backward(parts, made.leaves, sums, values, keep=not made.spent)
-    at_once |= any(param.is_leaf and param.grad is not None for param in made.params.values())
-    wait = state.choice.engine.wait
-    if wait != "backward" and (at_once or not state.choice.decided or _autograd_wants(made)):
-        wait = "backward"
-    found = sums.finish(stored, state.late if state.settle else None, wait)
-    if wait != "backward":
-        for name, gradient in found.items():  # autograd would read what is still summed
-            made.params[name].grad = gradient
-        found, state.unfinished = {}, sums
-        _unfinished.add(state)
-    state.choice.note(time.perf_counter() - begin)
-    summed = [
-        _input_gradient(state, program, name, inputs.get(name)) if needed else None
-        for name, needed in zip(program.inputs, wanted, strict=True)
-    ]
-    for name in stored & made.params.keys():
-        leaf = made.leaves[name]
-        if not leaf.numel():  # this rank has none of it to sum, and optimizers do as all others
-            found[name] = torch.zeros_like(leaf)
-    return [*summed, *(found.pop(name, None) for name in made.params)]
-
-
-def _autograd_wants(made: Pass) -> bool:
-    """Whether the gradients of parameters are for others than their `.grad`: a hook, say."""
-    params = list(made.params.values())
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
-        return True
-    try:
-        nodes = [get_gradient_edge(param).node for param in params]
-        return not all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch.autograd.grad, of these very parameters
-        return True
-
-
-def _used(program: Program, gradients: Sequence[Any], state: State) -> list[str]:
-    """The outputs that the loss depends on, of any rank where each has a loss of its own part."""
-    names = [name for name in dict.fromkeys(program.outputs) if name in program.differentiable]
-    here = {name for name, g in zip(program.outputs, gradients, strict=True) if g is not None}
-    if len(names) == 1 or state.comm.size == 1:
-        return [name for name in names if name in here]
-    rows = gather_numbers([name in here for name in names], state.comm)
-    for rank, row in enumerate(rows):
-        if row != rows[0] and state.output == "full":
-            raise Disagreement(
-                f"the loss of rank {rank} depends on other outputs than that of rank 0; every rank "
-                "must compute the same loss"
-            )
-    return [name for name, *flags in zip(names, *rows, strict=True) if any(flags)]
-
-
-def _own_parts(program: Program, gradients: Sequence[Any], full: bool) -> Tensors:
-    """Every rank has the gradient of the whole output and takes its own part: no sum."""
-    parts: Tensors = {}
-    for name, gradient in zip(program.outputs, gradients, strict=True):
-        if gradient is not None:
-            if full:
-                whole = Box.whole(program.layouts[name].shape)
-                gradient = gradient.reshape(whole.shape)[program.boxes[name].slices_in(whole)]
-            parts[name] = parts[name] + gradient if name in parts else gradient
-    return parts
-
-
-def _input_gradient(state: State, program: Program, name: str, gradient: Any) -> Any:
-    """The gradient of an input that is whole on every rank is the sum of all parts."""
-    if gradient is not None and program.whole_inputs:
-        everybody = tuple(range(state.comm.size))
-        state.comm.all_reduce(everybody, gradient, About(f"{name} gradient")).wait()
-    return gradient
-
-
-_unfinished: WeakSet[State] = WeakSet()  # of models whose sums may still be under way
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Every optimizer waits for the sums of its own parameters."""
-    if _unfinished:
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for state in list(_unfinished):
-            state.wait_for_sums(own)
-
-
-register_optimizer_step_pre_hook(_before_step)

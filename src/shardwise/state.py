@@ -68,6 +68,7 @@ class State:
         """Nothing is under way, and no pass has been made."""
         self.choice = Choice(self._engines, self.comm)
         self.watch: Watch | None = None
+        self.holds = False  # sums of gradients are left for later: no_sync()
         self.buffers = Buffers()
         self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
         self.late = Late()  # gradients that wait for an optimizer that delays updates
@@ -184,7 +185,7 @@ class State:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def gradient_sums(self, bound: Bound, params: Tensors) -> GradientSums:
+    def gradient_sums(self, bound: Bound, params: Tensors, held: bool) -> GradientSums:
         """The sums of a backward pass; where they are packed is decided once per program."""
         kinds = tuple((param.dtype, param.device) for param in params.values())
         key = (self.choice.engine, kinds)
@@ -192,15 +193,17 @@ class State:
             found = Chunks.of(bound.program, params, self.choice.engine, self.comm.rank)
             bound.chunks = key, found
         chunks = bound.chunks[1]
-        return GradientSums(chunks, self.buffers.take(chunks), params, self.lane)
+        return GradientSums(chunks, self.buffers.take(chunks), params, self.lane, held)
 
     def wait_for_sums(self, params: Collection[int] | None = None) -> None:
         """Waits for sums that go on after backward, of parameters with these ids or of all."""
-        if self.unfinished is not None:
+        sums = self.unfinished
+        if sums is not None:
             named = self.params().items()
             wanted = None if params is None else {n for n, p in named if id(p) in params}
-            self.unfinished.wait(wanted)
-            if not self.unfinished.pending:
+            sums.wait(wanted)
+            sums.check_untouched(wanted)
+            if not sums.pending and not sums.handed:
                 self.unfinished = None
 
     def flush(self) -> None:

@@ -2,14 +2,16 @@
 
 An optimizer of the original's parameters, made before `parallelize`, goes on with those of the
 parallel model, as it would with DDP. What it keeps must be of the blocks that this rank holds: that
-of whole parameters is cut, and that of other blocks is refused.
+of whole parameters is cut, and that of other blocks is refused. Its `state_dict()` is whole, as the
+model's is, so that what rank 0 saves can be loaded by all ranks, and under any plan.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
@@ -26,6 +28,7 @@ from shardwise.block import BlockParameter, Place
 from shardwise.box import Box
 from shardwise.elementwise import is_elementwise, kind_of
 from shardwise.errors import ShardwiseError
+from shardwise.stored import gather_whole
 
 NOTE = "shardwise_blocks"  # of a group of parameters: the boxes of those that are blocks, by name
 
@@ -59,7 +62,8 @@ def note_originals(original: nn.Module, root: nn.Module) -> None:
         _wrapped[param] = [*live, (wrapped, name)]
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def look_over(optimizer: Optimizer, *_: Any) -> None:
+    """Raises where an optimizer would be wrong on blocks; what it keeps becomes that of blocks."""
     if _seen(optimizer):
         return
     changed = _follow(optimizer)
@@ -127,6 +131,9 @@ def _check_group(optimizer: Optimizer, group: dict[str, Any], blocks: list[Block
     _check_kind(optimizer, group, blocks)
     with together(blocks[0]._place.comm, "an optimizer's step") if blocks else nullcontext():
         _check_boxes(group, blocks)
+    if blocks and "_shardwise_whole" not in optimizer.__dict__:
+        hook = optimizer.register_state_dict_post_hook(_whole)
+        optimizer.__dict__["_shardwise_whole"] = hook
     for param in blocks:
         own = optimizer.state.get(param, {})
         own |= {key: _cut(value, param._place) for key, value in own.items()}
@@ -170,4 +177,41 @@ def _cut(value: Any, place: Place) -> Any:
     return value if box == whole else value[box.slices_in(whole)].clone()
 
 
-register_optimizer_step_pre_hook(_before_step)
+# -- what is saved ---------------------------------------------------------------------------------
+
+_as_blocks: ContextVar[bool] = ContextVar("as_blocks", default=False)
+
+
+@contextmanager
+def as_blocks() -> Iterator[None]:
+    """Within, the `state_dict()` of optimizers is of this rank's blocks."""
+    token = _as_blocks.set(True)
+    try:
+        yield
+    finally:
+        _as_blocks.reset(token)
+
+
+def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """What an optimizer keeps of whole parameters; all ranks must ask for it."""
+    if _as_blocks.get():
+        return None
+    state, groups = dict(state_dict["state"]), []
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, number in zip(group["params"], saved["params"], strict=True):
+            if NOTE in group and isinstance(param, BlockParameter) and number in state:
+                state[number] = _gathered(param, state[number])
+        groups.append({key: value for key, value in saved.items() if key != NOTE})
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _gathered(param: BlockParameter, kept: dict[str, Any]) -> dict[str, Any]:
+    place, found = param._place, dict(kept)
+    with together(place.comm, "an optimizer's state_dict"):
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                found[key] = gather_whole(f"{key} of {place.name}", value, place.layout, place.comm)
+    return found
+
+
+register_optimizer_step_pre_hook(look_over)

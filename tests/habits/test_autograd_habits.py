@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from exactness import seeded
 from habits.habit import assert_refused, assert_same, image, net
-from shardwise import Engine, Plan, ShardwiseError, capture, parallelize
+from shardwise import Engine, Plan, ShardwiseError, capture, optimizer, parallelize
 from shardwise.comm.in_process import InProcess, World
 
 
@@ -295,6 +295,32 @@ def test_gradients_that_are_asked_for_fill_nothing_whenever_sums_are_waited_for(
     assert all(World(2).run(work))
 
 
+@pytest.mark.parametrize("wait", ["backward", "step", "use"])
+def test_a_penalty_is_right_or_refused_whenever_sums_are_waited_for(wait: Any) -> None:
+    def trains(model: Any, x: torch.Tensor, sgd: torch.optim.Optimizer) -> Any:
+        for _ in range(2):
+            penalty = model.conv.weight.square().sum()
+            (model(x).square().sum() + penalty).backward()
+            sgd.step()
+            sgd.zero_grad()
+        return model.state_dict()
+
+    plain, x = net(), image()
+    expected = trains(plain, x, torch.optim.SGD(plain.parameters(), lr=0.01))
+    plan = Plan.uniform(capture(net(), x), h=2)
+
+    def work(comm: InProcess) -> Any:
+        model = parallelize(net(), plan, comm=comm, gradients=Engine(wait=wait))
+        return trains(model, x, optimizer(model, torch.optim.SGD, lr=0.01))
+
+    if wait == "step":
+        with pytest.raises(ShardwiseError, match="while it was summed: a loss that depends"):
+            World(2).run(work)
+    else:
+        for found in World(2).run(work):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_gradients_that_were_kept_stay_as_they_were() -> None:
     def use(model: Any, x: torch.Tensor) -> Any:
         kept: list[list[torch.Tensor]] = []
@@ -320,11 +346,3 @@ def test_heads_that_no_loss_uses_have_no_gradient_and_stay() -> None:
         return model.one.weight.grad is None
 
     assert_same(use, heads)
-
-
-def test_autocast_around_the_model_is_refused() -> None:
-    def use(model: Any, x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    assert_refused(use, "torch.autocast does not reach into a parallel model; .*precision='bf16'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -191,16 +190,3 @@ def test_tensors_that_are_trained_and_no_parameters_are_refused() -> None:
 
     with pytest.raises(ShardwiseError, match="'code', which requires gradients and is no param"):
         capture(seeded(Latent()), image())
-
-
-def test_gradients_add_up_without_sums_in_between() -> None:
-    def use(model: Any, x: torch.Tensor) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-            step(model, x)
-            step(model, x + 1)
-        y = step(model, x - 1)
-        optimizer.step()
-        return y
-
-    assert_same(use)

@@ -21,6 +21,7 @@ from habits.habit import (
     image,
     net,
 )
+from shardwise.stepping import as_blocks
 
 SPLIT = ["f=2", "random"]  # plans under which ranks hold blocks of weights
 
@@ -247,6 +248,29 @@ def test_what_an_optimizer_of_one_device_kept_can_be_loaded_under_any_plan() -> 
     assert_same_script(script)
 
 
+def test_what_one_rank_has_saved_of_an_optimizer_is_whole_and_loaded_under_any_plan() -> None:
+    saved: dict[str, Any] = {}
+
+    def save(model: Any, x: torch.Tensor) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
+        train(model, optimizer, x)
+        found = kept(optimizer)
+        if hasattr(model, "plan") and model.comm.rank == 1:
+            saved["rank 1"] = found
+        return found
+
+    def load(model: Any, x: torch.Tensor) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
+        optimizer.load_state_dict(copy.deepcopy(saved["rank 1"]))
+        again = kept(optimizer)
+        losses = train(model, optimizer, x)
+        return again, losses, kept(optimizer)
+
+    for name in SPLIT:
+        assert_same(save, under=[name])
+        assert_same(load)
+
+
 def test_blocks_that_another_rank_or_plan_has_saved_are_refused() -> None:
     saved: dict[str, Any] = {}
 
@@ -254,7 +278,8 @@ def test_blocks_that_another_rank_or_plan_has_saved_are_refused() -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         train(model, optimizer, x)
         if hasattr(model, "plan") and model.comm.rank == 1:
-            saved["rank 1"] = kept(optimizer)
+            with as_blocks():
+                saved["rank 1"] = kept(optimizer)
 
     def load(model: Any, x: torch.Tensor) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -14,7 +14,7 @@ from shardwise.checkpoint.document import DTYPES, Document, Group, Values
 from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.elementwise import kind_of
 from shardwise.errors import ShardwiseError
-from shardwise.stepping import NOTE
+from shardwise.stepping import NOTE, as_blocks, look_over
 
 PREFIX = "optimizer"
 PLAIN = (bool, int, float, str, type(None))
@@ -41,7 +41,8 @@ class Optimizing:
 
     def snapshot(self) -> tuple[list[Group], Pieces, Values]:
         """The settings, copies of what this rank writes, and numbers that are no tensors."""
-        state = self.optimizer.state_dict()
+        with as_blocks():
+            state = self.optimizer.state_dict()
         groups = [
             Group(params=[param.names[0] for param in group], settings=_settings(own))
             for group, own in zip(self.groups, state["param_groups"], strict=True)
@@ -142,13 +143,14 @@ class Optimizing:
         state = {number: own for number, own in found.items() if own}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_casts(state)
+        look_over(self.optimizer)  # which now has blocks of this rank
 
     def _groups(self, document: Document) -> list[dict[str, Any]]:
         """The groups as torch writes them; values get the kinds that they have now."""
         found = []
-        for own, saved in zip(
-            self.optimizer.state_dict()["param_groups"], document.optimizer.groups, strict=True
-        ):
+        with as_blocks():
+            present = self.optimizer.state_dict()["param_groups"]
+        for own, saved in zip(present, document.optimizer.groups, strict=True):
             settings = {key: _like(own.get(key), value) for key, value in saved.settings.items()}
             found.append({**own, **settings})
         return found
