@@ -158,10 +158,10 @@ IN_PLACE = """
 """
 OF_FORM = """
     backward data_ptr dim element_size get_device has_names is_complex is_contiguous
-    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension new_full new_ones new_tensor
-    new_zeros register_hook register_post_accumulate_grad_hook result_type retain_grad size
-    storage_offset stride untyped_storage __delete__ __format__ __hash__ __len__ __repr__
-    _has_compatible_shallow_copy_type _is_view
+    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension
+    new_full new_ones new_tensor new_zeros register_hook register_post_accumulate_grad_hook
+    result_type retain_grad size storage_offset stride untyped_storage __delete__ __format__
+    __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view
 """
 ALLOWED = frozenset((IN_PLACE + OF_FORM).split())
 FUSED = ("_foreach_", "_fused_")  # what optimizers do to many tensors at once
@@ -370,6 +370,17 @@ def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(_sum(torch.sum, args, {}).to(block.dtype))
 
 
+def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of torch.autograd.grad: those of blocks are blocks."""
+    given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+    inputs = given["inputs"]
+    each = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    return tuple(
+        as_block(g, x._place) if isinstance(x, Block) and g is not None else g
+        for x, g in zip(each, func(*args, **kwargs), strict=True)
+    )
+
+
 def _set_masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Elements chosen by a mask; an index would be counted from where this rank's block begins."""
     block, mask, *_ = args
@@ -428,6 +439,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("any", "all"), _truth),
     **dict.fromkeys(("equal", "allclose"), _same),
     **dict.fromkeys(("item", "__float__", "__int__", "__bool__", "__index__"), _number),
+    "grad": _gradients,
     "__setitem__": _set_masked,
     "__set__": _set_attribute,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

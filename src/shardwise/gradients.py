@@ -235,8 +235,9 @@ class GradientSums:
         names = [name for name in looked_at if self.handed.pop(name)._version]
         if names:
             raise ShardwiseError(
-                f"something was added to the gradient of {names[0]!r} while it was summed: a loss "
-                "that depends on a parameter itself, a penalty say, needs Engine(wait='backward')"
+                f"the gradient of {names[0]!r} was changed while it was summed: a loss that "
+                "depends on a parameter itself, a penalty say, and clipping need "
+                "Engine(wait='backward')"
             )
 
     def _put_off(self, delayed: Late, reached: Collection[str]) -> frozenset[str]:

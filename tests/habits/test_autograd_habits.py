@@ -272,6 +272,14 @@ def test_gradients_that_are_asked_for_fill_nothing() -> None:
     assert_same(use, heads)
 
 
+def test_gradients_of_weights_that_are_asked_for_have_the_norms_of_whole_ones() -> None:
+    def use(model: Any, x: torch.Tensor) -> Any:
+        found = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        return [gradient.norm() for gradient in found]
+
+    assert_same(use)
+
+
 @pytest.mark.parametrize("wait", ["backward", "step", "use"])
 def test_gradients_that_are_asked_for_fill_nothing_whenever_sums_are_waited_for(wait: Any) -> None:
     plain, x = net(), image()
