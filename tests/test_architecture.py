@@ -68,6 +68,7 @@ EXECUTE = {
     "blank",
     "splitting",
     "parallel",
+    "originals",
     "agreement",
     "entering",
     "unsummed",

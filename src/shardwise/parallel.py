@@ -22,6 +22,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.handle import Handle
 from shardwise.hooks import check_hooks, drop_captured
 from shardwise.model_graphs import Graphs, ModelGraphs
+from shardwise.originals import warn_when_saved
 from shardwise.passes import run
 from shardwise.plan import Plan
 from shardwise.splitting import split_tensors
@@ -235,6 +236,7 @@ def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     state.adopt(root)
     state.blanks = Blanks(blank, unchecked=bool(blank))
     note_originals(model, root)
+    warn_when_saved(model, root)
     return root
 
 

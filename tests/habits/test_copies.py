@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from exactness import seeded
-from habits.habit import Net, assert_refused, assert_same
+from habits.habit import Net, assert_refused, assert_same, image, net
+from shardwise import Plan, capture, parallelize
+from shardwise.comm.in_process import InProcess, World
 
 
 def step(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +59,26 @@ def test_a_state_is_written_and_read_whole() -> None:
         return torch.load(file, weights_only=True)
 
     assert_same(use)
+
+
+def test_saving_the_original_after_the_parallel_model_was_trained_is_warned_of() -> None:
+    original, x = net(), image()
+
+    def work(comm: InProcess) -> None:
+        model = parallelize(original, Plan.uniform(capture(original, x), f=2), comm=comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            original.state_dict(), copy.deepcopy(original).state_dict()
+        step(model, x)
+        if comm.rank == 0:
+            with pytest.warns(UserWarning, match="the weights from before parallelize"):
+                original.state_dict()
+            copied = pickle.loads(pickle.dumps(original._state_dict_pre_hooks))
+            assert all(hook(original, "", False) == "" for hook in copied.values())
+        model.state_dict()
+
+    World(2).run(work)
+    assert not original._state_dict_pre_hooks  # they go with the parallel models
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
