@@ -60,7 +60,8 @@ def declared(program: Program, rank: int, module: nn.Module) -> tuple[Counter, C
         elif isinstance(step, Run):
             for op in step.ops:
                 if counts(op):
-                    forward += sums(op.sums, rank)
+                    for _ in range(op.strategy.num_sums(op.local.layer)):
+                        forward += sums(op.sums, rank)
     for step in program.backward:
         if isinstance(step, Move):
             backward += messages(step.transfer.messages.T, step.source)

@@ -170,8 +170,9 @@ class _Judge:
         moved[partial.places] += passes / 2 * partial.bytes()
         if self.parent.training.statistics == "global":
             sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
-            seconds[sums.places] += passes * sums.seconds()
-            moved[sums.places] += passes * sums.bytes()
+            num_sums = passes + strategy.num_sums(self.layer) - 1
+            seconds[sums.places] += num_sums * sums.seconds()
+            moved[sums.places] += num_sums * sums.bytes()
         return seconds, moved
 
     def _update(self) -> tuple[np.ndarray, np.ndarray]:

@@ -123,7 +123,9 @@ class _Simulator:
         if op.sums is not None and self.training.statistics == "global":
             half = start + seconds / 2
             self._span(layer.name, kind, "compute", start, half)
-            done = self._sum(op.sums.source, half, STATISTICS)
+            done = half
+            for _ in range(op.strategy.num_sums(layer) if forward else 1):
+                done = self._sum(op.sums.source, done, STATISTICS)
             self._span(
                 f"{layer.name} statistics", "statistics", "transfers", half, done, done - half
             )

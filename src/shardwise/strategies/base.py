@@ -239,6 +239,10 @@ class Strategy:
         """Whether the backward pass reads the operands."""
         return self.keeps_inputs
 
+    def num_sums(self, layer: Layer) -> int:
+        """How many messages of statistics, if any, its forward pass sends one after the other."""
+        return 1
+
     def axes(self, layer: Layer) -> dict[str, int]:
         """The axes that may split this layer and their largest degrees."""
         limits = {}

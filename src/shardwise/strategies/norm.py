@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
 from shardwise.formats import memory_format_of
+from shardwise.graph import Layer
 from shardwise.layout import Layout, Ranges
 from shardwise.strategies.base import Local, Need, Split, Strategy
 from shardwise.strategies.pointwise import is_active
@@ -215,6 +216,9 @@ class Norm(Strategy):
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
         """Where the blocks of weight and bias lie."""
         return Layout.of(shape, [split.dim_ranges(1)])
+
+    def num_sums(self, layer: Layer) -> int:
+        return 2 if layer.dtype is torch.float64 else 1
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         params = split.layer.operands[1:]
