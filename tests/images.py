@@ -45,7 +45,7 @@ def fused(stock: torch.nn.BatchNorm2d, relu: bool) -> FusedBatchNorm2d:
 
 
 def check_norm(rng: random.Random, relu: bool, affine: bool) -> None:
-    """Outputs, gradients and statistics are those of float64."""
+    """Outputs, gradients and statistics are those of float64, or as near as torch's."""
     x = random_images(rng, rng.random() < 0.5)
     if x.numel() == x.shape[1]:
         return
@@ -53,23 +53,24 @@ def check_norm(rng: random.Random, relu: bool, affine: bool) -> None:
     if affine:
         torch.nn.init.normal_(stock.weight)
         torch.nn.init.normal_(stock.bias)
-    twin, stock = fused(stock, relu), stock.double()
+    twin, rough, stock = fused(stock, relu), copy.deepcopy(stock), stock.double()
     dy, results = torch.randn_like(x), []
     if relu:  # rounding decides on which side of 0 a number lies: there, no error comes back
         y = functional.batch_norm(x.double(), None, None, stock.weight, stock.bias, training=True)
         dy[y.abs() < 1e-3] = 0
-    for module, dtype in ((twin, x.dtype), (stock, torch.float64)):
+    for module, dtype in ((twin, x.dtype), (stock, torch.float64), (rough, x.dtype)):
         inputs = x.detach().to(dtype).requires_grad_()
         with poisoned(rng.randint(1, 3)):
             y = module(inputs)
-            y = y.relu() if relu and module is stock else y
+            y = y.relu() if relu and module is not twin else y
             y.backward(dy.to(dtype))
         gradients = [p.grad for p in module.parameters()]
         results.append([y, inputs.grad, *gradients, *module.buffers()])
     assert results[0][0].stride() == x.stride() or min(x.shape[1:]) == 1
-    for ours, truth in zip(*results, strict=True):
-        error = (ours.double() - truth.double()).abs().max()
-        assert error <= LIMITS[x.dtype] * (1 + truth.abs().max()), (x.shape, x.dtype, affine, relu)
+    for ours, truth, torchs in zip(*results, strict=True):
+        error, its = ((y.double() - truth.double()).abs().max() for y in (ours, torchs))
+        limit = LIMITS[x.dtype] * (1 + truth.abs().max())  # or torch's own error, far from nought
+        assert error <= max(limit, 2 * its), (x.shape, x.dtype, affine, relu)
 
 
 def random_pooling(rng: random.Random) -> dict:

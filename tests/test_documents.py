@@ -126,7 +126,7 @@ def test_few_blocks_are_not_run() -> None:
 def test_every_block_says_its_language() -> None:
     for document in DOCUMENTS:
         fences = re.findall(r"^```(\w*)$", document.read_text(), re.MULTILINE)
-        known = {"sh", "python", "yaml", "json", "text"}
+        known = {"sh", "python", "yaml", "json", "text", "diff"}
         assert fences[1::2] == [""] * (len(fences) // 2), name_of(document)
         assert set(fences[::2]) <= known, name_of(document)
 

@@ -36,15 +36,20 @@ def step(model: Any) -> None:
     model.train()
 
 
-def largest_storages() -> list[int]:
-    """The bytes of all tensors of this process, each piece of memory once."""
+def storages() -> dict[int, int]:
+    """The bytes of all tensors of this process, each piece of memory once, by where it lies."""
     gc.collect()
-    storages = {}
+    found = {}
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and type(value) is not Fake and not value.is_meta:
             storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sorted(storages.values(), reverse=True)
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def largest_new(before: dict[int, int]) -> int:
+    """The bytes of the largest tensor that other tests have not left."""
+    return max(size for place, size in storages().items() if before.get(place) != size)
 
 
 Fake = torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
@@ -53,7 +58,7 @@ WHOLE = WIDE * WIDE * 9 * 8
 
 @pytest.mark.parametrize("change", [lambda model: model, lambda model: model.float().double()])
 def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
-    plan = Plan.uniform(capture(wide(), X), 4, f=4)
+    before, plan = storages(), Plan.uniform(capture(wide(), X), 4, f=4)
 
     def work(comm: Communicator) -> list[Any]:
         original = wide()
@@ -66,9 +71,9 @@ def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
         comm.gather_objects(None)
         gc.collect()
         alive = [ref for ref in seen if ref() is not None]
-        held = largest_storages()
+        held = largest_new(before)
         comm.gather_objects(None)
-        return [len(alive), max(held), len(model.state_dict())]
+        return [len(alive), held, len(model.state_dict())]
 
     for alive, largest, _ in World(4).run(work):
         assert alive == 0
@@ -78,18 +83,19 @@ def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
 def test_a_model_made_on_meta_has_no_more_than_its_blocks(tmp_path: Path) -> None:
     plan, file = Plan.uniform(capture(wide(), X), 4, f=4), tmp_path / "wide.safetensors"
     save_file({name: x.contiguous() for name, x in wide().state_dict().items()}, file)
+    before = storages()
 
     def work(comm: Communicator) -> int:
         with torch.device("meta"):
             model = wide()
         parallel = parallelize(model, plan, comm=comm)
         comm.gather_objects(None)
-        made = largest_storages()[0]
+        made = largest_new(before)
         comm.gather_objects(None)
         load_weights(parallel, file)
         step(parallel)
         comm.gather_objects(None)
-        trained = largest_storages()[0]
+        trained = largest_new(before)
         comm.gather_objects(None)
         return max(made, trained)
 

@@ -143,7 +143,7 @@ BY_ELEMENT = """
     detach div divide double empty_like eq erf exp exp2 expm1 float floor floor_divide fmod frac
     full_like ge gelu greater gt half hardtanh hypot int isclose isfinite isinf isnan le leaky_relu
     lerp less log log10 log1p log2 logical_and logical_not logical_or logical_xor long lt
-    masked_fill maximum minimum mul multiply nan_to_num ne neg negative new_empty not_equal
+    masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal
     ones_like positive pow reciprocal relu remainder requires_grad_ round rsqrt rsub sgn sigmoid
     sign silu sin sinh softplus sqrt square sub subtract tan tanh threshold to true_divide trunc
     type type_as where xlogy zeros_like
@@ -158,7 +158,7 @@ IN_PLACE = """
 """
 OF_FORM = """
     backward data_ptr dim element_size get_device has_names is_complex is_contiguous
-    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension
+    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension new_empty
     new_full new_ones new_tensor new_zeros register_hook register_post_accumulate_grad_hook
     result_type retain_grad size storage_offset stride untyped_storage __delete__ __format__
     __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view
