@@ -168,7 +168,7 @@ def test_drawing_new_weights_after_wrapping_is_refused_where_they_are_split(fill
     def draw(model: Any, x: torch.Tensor) -> Any:
         getattr(nn.init, fill)(model.head.weight)
 
-    sentence = "would draw the same random numbers for every rank's block"
+    sentence = "would (draw the same random numbers for every|be that of one) rank's block"
     assert_refused(draw, sentence, under=["f=2"])
 
 
