@@ -355,11 +355,12 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether two tensors are the same on all ranks, of which one at least is a block."""
     places = _places(args[:2])
-    same = places[0].layout == places[-1].layout and args[0].shape == args[1].shape
-    if not same:
+    fits = places[0].layout == places[-1].layout and args[0].shape == args[1].shape
+    own = torch.tensor(float(func(*args, **kwargs)) if fits else -1.0)
+    found = int(_extremes([as_block(own, places[0])], False, func.__name__)[0])
+    if found < 0:  # on one rank at least: one that has the whole would find that it fits
         raise _refusal(func.__name__, places)
-    own = torch.tensor(float(func(*args, **kwargs)))
-    return bool(_extremes([as_block(own, places[0])], False, func.__name__)[0])
+    return bool(found)
 
 
 def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from habits.habit import assert_refused, assert_same
+from habits.habit import assert_refused, assert_same, image, net
+from shardwise import Config, Plan, ShardwiseError, capture, parallelize
+from shardwise.comm.in_process import InProcess, World
 
 SPLIT = ["f=2", "random"]  # plans under which ranks hold blocks of weights
 
@@ -161,6 +163,20 @@ def test_weights_are_compared_and_masked_on_all_ranks() -> None:
         return [torch.tensor(each) for each in (*same, torch.equal(w, kept), (w < 0).any())]
 
     assert_same(use)
+
+
+def test_comparing_a_block_with_a_whole_tensor_is_refused_on_all_ranks() -> None:
+    original, x = net(), image()
+    whole = original.head.weight.detach().clone()  # type: ignore[union-attr]
+    plan = Plan.make(capture(original, x), 2, lambda layer: Config())  # all of it is on rank 0
+
+    def work(comm: InProcess) -> bool:
+        model: Any = parallelize(original, plan, comm=comm)
+        with pytest.raises(ShardwiseError, match=r"equal of 'head\.weight'"):
+            torch.equal(model.head.weight, whole)
+        return bool(model(x).isfinite().all())  # ranks are still in step
+
+    assert all(World(2).run(work))
 
 
 @pytest.mark.parametrize("fill", ["kaiming_normal_", "xavier_uniform_", "orthogonal_", "normal_"])

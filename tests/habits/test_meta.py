@@ -51,13 +51,18 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "net.safetensors"
 
 
+def load(model: Any, file: Path) -> None:
+    """As each kind of model is loaded."""
+    if isinstance(model, ParallelModel):
+        load_weights(model, file)
+    else:
+        model.load_state_dict(load_file(file), assign=True)
+
+
 def test_a_model_made_on_meta_is_loaded_from_safetensors(file: Path) -> None:
     def script(wrap: Any) -> Any:
         model = wrap(on_meta(), image())
-        if isinstance(model, ParallelModel):
-            load_weights(model, file)
-        else:
-            model.load_state_dict(load_file(file), assign=True)
+        load(model, file)
         return steps(model, image())
 
     assert_same_script(script)
@@ -168,10 +173,7 @@ def test_a_buffer_that_was_made_on_a_device_keeps_its_values(file: Path) -> None
         with torch.device("meta"):
             model = Scaled(device="cpu").double()
         model = wrap(model, image())
-        if isinstance(model, ParallelModel):
-            load_weights(model, file)
-        else:
-            model.load_state_dict(load_file(file), assign=True)
+        load(model, file)
         return steps(model, image())
 
     assert_same_script(script)
