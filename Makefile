@@ -1,7 +1,7 @@
 # The one place that pins torch. pip takes the CPU build where an index offers it, see CONTRIBUTING.md.
 TORCH := torch==2.13.0
 # What other people wrote, to try Shardwise on; without what they depend on, which is not used.
-OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0
+OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0 einops==0.8.1
 
 # A contributor's loop: these take about a minute.
 QUICK := $(patsubst %,tests/test_%.py,layout transfer in_process types capture plan schedules pipeline) \

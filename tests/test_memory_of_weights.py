@@ -48,9 +48,15 @@ def storages() -> dict[int, int]:
     return found
 
 
-def largest_new(before: dict[int, int]) -> int:
-    """The bytes of the largest tensor that other tests have not left."""
-    return max(size for place, size in storages().items() if before.get(place) != size)
+def largest_new(before: dict[int, int], comm: Communicator) -> int:
+    """The bytes of the largest tensor that other tests have not left, for all ranks by the first.
+
+    Ranks are threads here, so that each would find the same.
+    """
+    comm.gather_objects(None)
+    found = storages() if comm.rank == 0 else {}
+    comm.gather_objects(None)
+    return max((size for place, size in found.items() if before.get(place) != size), default=0)
 
 
 Fake = torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
@@ -69,11 +75,8 @@ def test_the_original_is_freed_when_it_is_dropped(change: Any) -> None:
         del original
         change(model)
         step(model)
-        comm.gather_objects(None)
-        gc.collect()
+        held = largest_new(before, comm)
         alive = [ref for ref in seen if ref() is not None]
-        held = largest_new(before)
-        comm.gather_objects(None)
         return [len(alive), held, len(model.state_dict())]
 
     for alive, largest, _ in World(4).run(work):
@@ -90,14 +93,10 @@ def test_a_model_made_on_meta_has_no_more_than_its_blocks(tmp_path: Path) -> Non
         with torch.device("meta"):
             model = wide()
         parallel = parallelize(model, plan, comm=comm)
-        comm.gather_objects(None)
-        made = largest_new(before)
-        comm.gather_objects(None)
+        made = largest_new(before, comm)
         load_weights(parallel, file)
         step(parallel)
-        comm.gather_objects(None)
-        trained = largest_new(before)
-        comm.gather_objects(None)
+        trained = largest_new(before, comm)
         return max(made, trained)
 
     assert max(World(4).run(work)) <= WHOLE // 4

@@ -18,7 +18,7 @@ from shardwise.capture import capture
 from shardwise.plan import Plan
 
 PLANS = 6  # per example
-EXAMPLES = 25  # per property: with six properties and six plans each, 900 cases
+EXAMPLES = 16  # per property: with six properties and six plans each, 576 cases
 DEEP = 900
 # Small ones more often: a case takes as many seconds as it has ranks, and finds as much.
 WORLDS = (2, 3, 2, 4, 8, 2, 3, 2, 4, 3, 6, 1, 2, 3, 2, 4, 5, 2, 3, 2, 4, 1, 7, 3)

@@ -28,10 +28,11 @@ SETTINGS = {
     "log-every": 1,
     "checkpoint-every": 4,
     "steps": 60,
-    "split": "n=2,h=2",
+    "split": "h=2",
     "timeout": 120,
 }
-PATIENCE = 240  # seconds for a start: four ranks import torch, on a machine that may be busy
+RANKS = 2
+PATIENCE = 240  # seconds for a start: ranks import torch, on a machine that may be busy
 WORDS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 
 
@@ -112,46 +113,54 @@ def steps_of(folder: Path) -> tuple[float, int]:
     return (path.stat().st_mtime, path.stat().st_size) if path.exists() else (0.0, 0)
 
 
-def run_killed(tmp_path: Path, kills: int, within: float, steps: int) -> None:
-    calm, wild, length = tmp_path / "calm", tmp_path / "wild", ("--steps", str(steps))
-    undisturbed = start(elastic(4, 0), calm, *length)
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbs."""
+    return run_calm(tmp_path_factory.mktemp("calm"), RANKS)
+
+
+def run_calm(folder: Path, world: int, *words: str) -> Path:
+    undisturbed = start(elastic(world, 0), folder, *words)
     output, _ = undisturbed.communicate(timeout=600)
     assert undisturbed.returncode == 0, output
-    disturbed = start(elastic(4, kills + 1), wild, *length)
+    return folder
+
+
+def run_killed(calm: Path, wild: Path, kills: int, within: float, world: int, *words: str) -> None:
+    disturbed = start(elastic(world, kills + 1), wild, *words)
     killed = kill_some(disturbed, wild, kills, within, seed=kills)
     output, _ = disturbed.communicate(timeout=600)
     assert disturbed.returncode == 0, output
     assert killed == kills, "the run was over before all kills"
-    wanted = weights(calm, tmp_path / "calm.pt")
-    found = weights(wild, tmp_path / "wild.pt")
+    wanted = weights(calm, wild / "calm.pt")
+    found = weights(wild, wild / "wild.pt")
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert losses(wild, steps) == losses(calm, steps)
+    assert losses(wild) == losses(calm)
 
 
-def losses(folder: Path, steps: int = SETTINGS["steps"]) -> list[float]:  # type: ignore
+def losses(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    assert [step for step, _ in found] == list(
-        range(1, steps + 1)
-    )  # none is missing or there twice
+    assert [step for step, _ in found] == list(range(1, len(found) + 1)), "one is missing or twice"
     return [loss for _, loss in found]
 
 
 @pytest.mark.timeout(1200)
-def test_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
-    run_killed(tmp_path, kills=2, within=1.0, steps=60)
+def test_killed_ranks_cost_nothing_but_time(calm: Path, tmp_path: Path) -> None:
+    run_killed(calm, tmp_path, 2, 1.0, RANKS)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_twenty_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
-    run_killed(tmp_path, kills=20, within=3.0, steps=400)
+    words = ("--steps", "400", "--split", "n=2,h=2")
+    calm = run_calm(tmp_path / "calm", 4, *words)
+    run_killed(calm, tmp_path / "wild", 20, 3.0, 4, *words)
 
 
-def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
-    calm, folder = tmp_path / "calm", tmp_path / "run"
-    assert start([sys.executable], calm, "--workers", "4").wait(timeout=PATIENCE) == 0
-    process = start([sys.executable], folder, "--workers", "4", "--checkpoint-every", "1000")
+def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(calm: Path, tmp_path: Path) -> None:
+    folder, workers = tmp_path / "run", ("--workers", str(RANKS))
+    process = start([sys.executable], folder, *workers, "--checkpoint-every", "1000")
     deadline = time.monotonic() + PATIENCE
     while steps_of(folder)[1] < 400:
         assert time.monotonic() < deadline
@@ -159,7 +168,7 @@ def test_sigterm_makes_a_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "stopped after step" in output, output
-    again = start([sys.executable], folder, "--workers", "4", "--resume")
+    again = start([sys.executable], folder, *workers, "--resume")
     output, _ = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0 and "going on from step" in output, output
     assert losses(folder) == losses(calm)
