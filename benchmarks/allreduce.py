@@ -29,13 +29,12 @@ import torch
 import torch.distributed as dist
 
 from results import save
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster.cluster import Cluster, Link
 from shardwise.comm import Communicator, Sums
 from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
-from shardwise.emulate import Wiring, run_on_hosts
-from shardwise.launch import init_from_environment, launched_switches, under_launcher
-from shardwise.network import Network
-from shardwise.sum_tuning import (
+from shardwise.launch.emulate import Wiring, run_on_hosts
+from shardwise.launch.workers import init_from_environment, launched_switches, under_launcher
+from shardwise.measure.racing import (
     Figures,
     Segments,
     Way,
@@ -45,6 +44,7 @@ from shardwise.sum_tuning import (
     probe_messages,
     race,
 )
+from shardwise.planner.links import Network
 
 HOSTS, PER_SWITCH = 8, 4
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12, 16))

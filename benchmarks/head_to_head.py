@@ -34,7 +34,7 @@ from hosts import Step, layer_times, machines, on_hosts, sgd, stepper, take_turn
 from results import save
 from shardwise import Engine, Plan, capture, init_from_environment, parallelize, run_local, zoo
 from shardwise.comm import Communicator
-from shardwise.probe import measure_speeds
+from shardwise.measure.timing import measure_speeds
 
 FLOP_PER_BYTE = 800
 SIZES = {"alexnet": 64, "vgg16": 32, "inception_v3": 96, "resnet50": 64}

@@ -19,13 +19,13 @@ from torch import nn
 
 from shardwise import Cluster
 from shardwise.comm import Communicator
-from shardwise.cost import Roofline
-from shardwise.emulate import card_bytes
-from shardwise.graph import LayerGraph
-from shardwise.parallel import ParallelModel
-from shardwise.probe import measure_speeds, measure_works
-from shardwise.probing import wanted_works
-from shardwise.timing import Measured, first_layers
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.launch.emulate import card_bytes
+from shardwise.measure.cluster_file import wanted_works
+from shardwise.measure.timing import measure_speeds, measure_works
+from shardwise.planner.costs import Roofline
+from shardwise.planner.layer_times import Measured, first_layers
+from shardwise.runtime.parallel import ParallelModel
 
 Step = Callable[[], Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from shardwise.kernels import run
+from shardwise.kernels.conv_shape import memory_format, shape_of
+from shardwise.kernels.dispatch import Settings
 from shardwise.kernels.native import DONE, NO_MEMORY, Library, library
-from shardwise.kernels.run import Settings
-from shardwise.kernels.shape import memory_format, shape_of
 
 
 class KeptColumns(torch.autograd.Function):

@@ -25,10 +25,10 @@ import torch
 
 from results import Results, goal
 from shardwise import zoo
-from shardwise.accelerate import convolutions
 from shardwise.kernels import tuner
-from shardwise.kernels.run import STOCK
-from shardwise.kernels.shape import ConvShape
+from shardwise.kernels.accelerate import convolutions
+from shardwise.kernels.conv_shape import ConvShape
+from shardwise.kernels.dispatch import STOCK
 from shardwise.kernels.tuner import Tuner, call, interleaved, random_tensors, settings
 
 NETWORKS = ("vgg16", "resnet34", "densenet121", "googlenet")

@@ -29,9 +29,9 @@ from torch import nn
 
 from results import save
 from shardwise import zoo
-from shardwise.box import Box
 from shardwise.data import Augment, Batch, Loader, Source, Store, Synthetic, digits, pack
-from shardwise.layout import blocks
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import blocks
 
 ROUNDS = 5
 Row = dict[str, float | str]

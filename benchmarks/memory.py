@@ -18,9 +18,9 @@ import torch
 
 from results import save
 from shardwise import Plan, capture, parallelize, zoo
-from shardwise.box import Box
-from shardwise.launch import run_local
-from shardwise.models import parse_split
+from shardwise.geometry.box import Box
+from shardwise.launch.workers import run_local
+from shardwise.specs.model_spec import parse_split
 
 MIB = 1 << 20
 

@@ -19,12 +19,12 @@ import torch
 
 from results import save
 from shardwise import Plan, capture, parallelize, zoo
-from shardwise.box import Box
-from shardwise.cluster import Cluster
-from shardwise.cost import Costs, Training
-from shardwise.launch import run_local
-from shardwise.planner import Planner, predict, size
-from shardwise.simulate import simulate
+from shardwise.cluster.cluster import Cluster
+from shardwise.geometry.box import Box
+from shardwise.launch.workers import run_local
+from shardwise.planner.best_plan import Planner, predict, size
+from shardwise.planner.costs import Costs, Training
+from shardwise.planner.simulate import simulate
 
 TRAINING = Training(states=1, output="local")
 

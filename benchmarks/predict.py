@@ -20,16 +20,16 @@ import torch
 
 from results import save
 from shardwise import Plan, capture, parallelize, run_local, zoo
-from shardwise.calibrate import Step, calibrated, calibration_plans
-from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
-from shardwise.cost import Costs, Roofline, Training
-from shardwise.graph import LayerGraph
-from shardwise.planner import Planner
-from shardwise.probe import Speeds, device_name, measure_speeds, measure_works, to_cluster
-from shardwise.simulate import simulate
-from shardwise.strategies import Split
-from shardwise.timing import Measured, Work, all_works, first_layers
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.measure.calibrate import Step, calibrated, calibration_plans
+from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
+from shardwise.operators import Split
+from shardwise.planner.best_plan import Planner
+from shardwise.planner.costs import Costs, Roofline, Training
+from shardwise.planner.layer_times import Measured, Work, all_works, first_layers
+from shardwise.planner.simulate import simulate
 from shardwise.zoo.vgg import VGG, VGG11
 
 NETWORKS = ("vgg_a", "resnet34")

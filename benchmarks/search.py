@@ -19,11 +19,11 @@ import torch
 
 from results import save
 from shardwise import capture, zoo
-from shardwise.cluster import Cluster
-from shardwise.cost import Costs
-from shardwise.graph import LayerGraph
-from shardwise.planner import Planner
-from shardwise.search import solve
+from shardwise.cluster.cluster import Cluster
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.planner.best_plan import Planner
+from shardwise.planner.costs import Costs
+from shardwise.planner.search import solve
 from shardwise.zoo.vgg import VGG
 
 HEAD = f"{'network':<16}{'layers':>8}{'workers':>9}{'configs':>9}{'costs s':>10}{'search s':>10}"

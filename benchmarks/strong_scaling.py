@@ -33,10 +33,10 @@ import shardwise
 from hosts import machines, on_hosts, take_turns
 from results import save
 from shardwise import Cluster, Plan, capture, init_from_environment, parallelize, run_local, zoo
-from shardwise.box import Box
 from shardwise.comm import Communicator
-from shardwise.cost import Costs, Training
-from shardwise.planner import predict, size
+from shardwise.geometry.box import Box
+from shardwise.planner.best_plan import predict, size
+from shardwise.planner.costs import Costs, Training
 
 BATCH = 2
 CLASSES = 3

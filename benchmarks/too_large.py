@@ -28,9 +28,9 @@ from torch import nn
 import shardwise
 from results import save
 from shardwise import load_weights, parallelize, run_local, zoo
-from shardwise.block import plain
-from shardwise.cost import Training
-from shardwise.planner import size
+from shardwise.planner.best_plan import size
+from shardwise.planner.costs import Training
+from shardwise.runtime.block import plain
 from shardwise.units import parse_size
 
 WORKERS = 4

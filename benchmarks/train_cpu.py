@@ -28,10 +28,10 @@ import shardwise
 from kept_columns import KeptColumns
 from results import Results, goal
 from shardwise import zoo
-from shardwise.accelerate import TunedConv2d, convolutions
 from shardwise.kernels import library, run, tuner
-from shardwise.kernels.run import Choice
-from shardwise.stored import copy_structure
+from shardwise.kernels.accelerate import TunedConv2d, convolutions
+from shardwise.kernels.dispatch import Choice
+from shardwise.modules import copy_structure
 
 NETWORKS = {  # samples per step
     "vgg16_cifar": 64,

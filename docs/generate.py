@@ -20,8 +20,8 @@ from typer.models import OptionInfo
 
 import shardwise
 from shardwise import Settings, zoo
-from shardwise.cli import app
-from shardwise.cluster import Cluster, presets
+from shardwise.cli.app import app
+from shardwise.cluster.cluster import Cluster, presets
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- written by docs/generate.py: edit the code instead -->"

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.layout import Layout
-from shardwise.operators import OPERATORS, Request
-from shardwise.strategies import STRATEGIES, Local, Need, Split, Strategy
+from shardwise.geometry.layout import Layout
+from shardwise.operators import STRATEGIES, Local, Need, Split, Strategy
+from shardwise.operators.aten import OPERATORS, Request
 
 
 def flip_request(args: dict[str, Any], shape: Any) -> Request:

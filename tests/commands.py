@@ -83,7 +83,7 @@ def _become(
             sys.path.insert(0, str(program.parent))
             runpy.run_path(str(program), run_name="__main__")
         else:
-            from shardwise.cli import main
+            from shardwise.cli.app import main
 
             main(words[1:])
     except SystemExit:

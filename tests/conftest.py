@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torch is loaded
 
 from convolutions import SEED
-from shardwise.cli import main
+from shardwise.cli.app import main
 
 os.environ["SHARDWISE_TEST_SEED"] = str(SEED)  # the same in all processes that run tests
 

@@ -18,9 +18,9 @@ import torch
 
 from images import check_norm, check_pool
 from shardwise.kernels import native
+from shardwise.kernels.conv_shape import ConvShape
+from shardwise.kernels.dispatch import INEXACT, KERNELS
 from shardwise.kernels.native import DIRECTIONS, DONE, Library, library
-from shardwise.kernels.run import INEXACT, KERNELS
-from shardwise.kernels.shape import ConvShape
 
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED") or time.time())
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardwise.box import Box
 from shardwise.data.cifar import CLASSES, RECORD_BYTES
 from shardwise.data.source import Source
+from shardwise.geometry.box import Box
 
 
 def write_cifar(folder: Path, num: int = 6, files: int = 2) -> tuple[np.ndarray, np.ndarray]:

@@ -7,11 +7,11 @@ import os
 import torch
 from torch import nn
 
-from shardwise.capture import capture
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.graph import LayerGraph
-from shardwise.plan import Plan
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
 from shardwise.verify import Comparison, compare
 
 # "cuda" runs the ranks of these tests on one GPU.

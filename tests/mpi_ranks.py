@@ -28,13 +28,13 @@ import pool
 from exactness import seeded, seeded_input
 from operators import OPERATORS
 from saving import make_plan, train_alone, train_from
-from shardwise.capture import capture
 from shardwise.comm import About, Communicator, communicator
-from shardwise.engine import Engine
 from shardwise.errors import ShardwiseError
-from shardwise.graph import LayerGraph
-from shardwise.launch import end_all, init_from_environment
-from shardwise.plan import Plan
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.launch.workers import end_all, init_from_environment
+from shardwise.model.capture import capture
+from shardwise.plans.gradient_schedule import Engine
+from shardwise.plans.plan import Plan
 from shardwise.verify import Comparison, compare
 from test_gradients import Net, _weights, train
 

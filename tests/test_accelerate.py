@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import shardwise
-import shardwise.cli
-from shardwise.accelerate import TunedConv2d, convolutions
+import shardwise.cli.app
 from shardwise.kernels import layers
+from shardwise.kernels.accelerate import TunedConv2d, convolutions
+from shardwise.kernels.dispatch import Choice
 from shardwise.kernels.relu import AppliedReLU
-from shardwise.kernels.run import Choice
 
 CHOICES = [
     Choice("base", "base", "base"),
@@ -123,7 +123,7 @@ def test_an_unknown_layout_is_named() -> None:
 
 def test_the_command_prints_a_row_for_each_direction(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        shardwise.cli.main(["kernels", "digits", "--batch", "2", "--threads", "1"])
+        shardwise.cli.app.main(["kernels", "digits", "--batch", "2", "--threads", "1"])
     out, _ = capfd.readouterr()
     assert not ended.value.code
     assert "stock" in out and out.count(" dw ") == out.count(" fwd ") >= 2

@@ -11,9 +11,10 @@ from torch import nn
 
 from exactness import seeded, seeded_input
 from shardwise import Plan, ShardwiseError, capture, parallelize
-from shardwise.agreement import checksum
-from shardwise.comm import Communicator, LostPeer
+from shardwise.comm import Communicator
 from shardwise.comm.in_process import InProcess, World
+from shardwise.errors import LostPeer
+from shardwise.runtime.agreement import checksum
 
 SHAPE = (4, 3, 6, 6)
 

@@ -4,125 +4,78 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import shardwise
 
 SOURCE = pathlib.Path(shardwise.__file__).parent
+BASE = {"errors", "files", "modules", "tensors", "units", "version"}
+# What each room may import, beside itself and the base: describe, decide, execute, use. A room that
+# is not here fails.
 DESCRIBE = {
-    "box",
-    "layout",
-    "config",
-    "errors",
-    "files",
-    "graph",
-    "dims",
-    "operators",
-    "build",
-    "calls",
-    "capture",
-    "formats",
-    "functional",
-    "functions",
-    "regions",
-    "attributes",
-    "values",
-    "lost",
-    "lines",
-    "reading",
-    "writing",
-    "hooks",
-    "strategies",
-    "transfer",
-    "units",
-    "kernels",
-    "cluster",
-    "documents",
-    "winners",
-    "weightless",
+    "geometry": set(),
+    "graph": {"geometry"},
+    "kernels": set(),
+    "operators": {"geometry", "graph", "kernels"},
+    "model": {"graph", "operators"},
+    "cluster": set(),
+    "plans": {"geometry", "graph", "operators"},
 }
-DECIDE = {
-    "plan",
-    "program",
-    "network",
-    "traffic",
-    "calibrate",
-    "candidates",
-    "columns",
-    "stacks",
-    "cost",
-    "search",
-    "planner",
-    "planning",
-    "simulate",
-    "trace",
-    "timing",
-    "engine",
-}
+DECIDE = {"planner": {"geometry", "graph", "operators", "model", "cluster", "plans"}}
 EXECUTE = {
-    "comm",
-    "exchange",
-    "runtime",
-    "state",
-    "model_graphs",
-    "stored",
-    "blank",
-    "splitting",
-    "parallel",
-    "originals",
-    "agreement",
-    "entering",
-    "unsummed",
-    "way_back",
-    "passes",
-    "block",
-    "elementwise",
-    "stepping",
-    "handle",
-    "probe",
-    "sum_tuning",
-    "gradients",
-    "optimizer",
+    "comm": {"geometry", "cluster"},
+    "runtime": {"geometry", "graph", "operators", "model", "cluster", "plans", "comm"},
 }
-ALLOWED = {
-    "describe": DESCRIBE,
-    "decide": DESCRIBE | DECIDE,
-    "execute": DESCRIBE | DECIDE | EXECUTE,
+CORE = {*DESCRIBE, *DECIDE, *EXECUTE}
+USE = {
+    "zoo": set(),
+    "data": {"geometry"},
+    "launch": {"comm"},
+    "specs": CORE - {"comm", "runtime", "kernels"} | {"zoo"},
+    "measure": CORE | {"launch", "specs"},
+    "checkpoint": {"geometry", "comm", "runtime"},
+    "verify": CORE - {"planner"} | {"launch", "specs"},
+    "report": CORE - {"comm", "runtime", "kernels"} | {"specs"},
+    "training": CORE | {"launch", "specs", "data", "checkpoint", "report"},
+    "cli": CORE
+    | {"launch", "specs", "measure", "data", "checkpoint", "verify", "report"}
+    | {"training"},
 }
+ALLOWED = DESCRIBE | DECIDE | EXECUTE | USE
+ROOT = {"__init__": None, "__main__": {"cli"}}  # the first names the homes of public names
 
 
-def room(path: pathlib.Path) -> tuple[str, str]:
-    name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    for layer, names in (("describe", DESCRIBE), ("decide", DECIDE), ("execute", EXECUTE)):
-        if name in names:
-            return layer, name
-    return "use", name
+def room(path: pathlib.Path) -> str:
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else path.stem
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    names: set[str] = set()
+    """The rooms, or files of the root, that a file imports something of."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise"):
-            parts = node.module.split(".")
-            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return names
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level or len(path.relative_to(SOURCE).parts) > 1, path
+            module = node.module or "" if not node.level else f"shardwise.{room(path)}"
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        ours = (name.split(".") for name in names)
+        found |= {parts[1] for parts in ours if parts[0] == "shardwise" and len(parts) > 1}
+    return found
 
 
 def test_imports_point_from_use_to_execute_to_decide_to_describe() -> None:
     for path in SOURCE.rglob("*.py"):
-        layer, name = room(path)
-        if layer in ALLOWED:
-            wrong = imported(path) - ALLOWED[layer] - {name}
-            assert not wrong, f"{path.name} ({layer}) imports {sorted(wrong)}"
-
-
-def test_the_zoo_imports_nothing_of_the_rest() -> None:
-    for path in (SOURCE / "zoo").glob("*.py"):
-        assert imported(path) <= {"zoo"}, path.name
-
-
-def test_data_knows_boxes_and_nothing_of_plans() -> None:
-    for path in (SOURCE / "data").glob("*.py"):
-        assert imported(path) <= {"data", "box", "documents", "errors", "files"}, path.name
+        own = room(path)
+        if own in BASE:
+            assert imported(path) <= BASE, f"{path.name} is of the base: it imports nothing else"
+        elif (allowed := ROOT[own] if own in ROOT else ALLOWED[own]) is not None:
+            wrong = imported(path) - allowed - BASE - {own}
+            assert not wrong, f"{own}/{path.name} imports {sorted(wrong)}"
 
 
 def test_no_pickle_is_read_from_a_file() -> None:
@@ -135,6 +88,32 @@ def test_no_pickle_is_read_from_a_file() -> None:
                 assert "weights_only=True" in ast.unparse(node), path.name
 
 
-def test_public_names_exist() -> None:
+def test_public_names_exist_and_have_one_home() -> None:
+    names = [name for names in shardwise.HOMES.values() for name in names]
+    modules = [home for home, names in shardwise.HOMES.items() if not names]
+    assert sorted([*names, *modules, "__version__"]) == sorted(shardwise.__all__)
     for name in shardwise.__all__:
-        assert hasattr(shardwise, name)
+        assert getattr(shardwise, name) is not None
+
+
+def test_the_root_has_few_files() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= 8
+
+
+def test_a_public_function_has_no_module_of_its_name() -> None:
+    functions = {name for names in shardwise.HOMES.values() for name in names}
+    assert not functions & {path.stem for path in SOURCE.iterdir()}
+
+
+def test_a_file_name_means_one_thing() -> None:
+    """The same name twice sends a reader to the wrong file; what a package is about may be so."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        if path.name != "__init__.py":
+            places.setdefault(path.name, []).append(str(path.relative_to(SOURCE)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_importing_shardwise_imports_no_torch() -> None:
+    code = "import sys, shardwise; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

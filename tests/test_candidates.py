@@ -12,17 +12,17 @@ from torch import nn
 
 from operators import OPERATORS
 from shardwise import Config, LayerGraph, PlanError, capture
-from shardwise import cost as cost_module
-from shardwise import traffic as traffic_module
-from shardwise.candidates import Candidates, most_workers
-from shardwise.cluster import Cluster
-from shardwise.columns import Columns, Layouts
-from shardwise.cost import Costs, LayerCosts, Roofline, value_operands
-from shardwise.layout import Layout
-from shardwise.network import Network
-from shardwise.planner import Planner, predict
-from shardwise.strategies import Split, strategy_of
-from shardwise.traffic import Traffic
+from shardwise.cluster.cluster import Cluster
+from shardwise.geometry.layout import Layout
+from shardwise.operators import Split, strategy_of
+from shardwise.planner import costs as cost_module
+from shardwise.planner import transfer_costs as traffic_module
+from shardwise.planner.best_plan import Planner, predict
+from shardwise.planner.candidates import Candidates, most_workers
+from shardwise.planner.costs import Costs, LayerCosts, Roofline, value_operands
+from shardwise.planner.layout_columns import Columns, Layouts
+from shardwise.planner.links import Network
+from shardwise.planner.transfer_costs import Traffic
 
 
 class Net(nn.Module):

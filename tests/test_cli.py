@@ -79,7 +79,7 @@ def test_verify_reads_a_plan_file_and_a_model_file(run, tmp_path: Path) -> None:
 def test_a_difference_ends_with_exit_code_1(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     plan = shardwise.Plan(2, {}, ((2, 3),), "0")
     wrong = PlanResult("split n=2", plan, (Comparison("weight", "fc.bias", 2e-9),))
-    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: [wrong])
+    monkeypatch.setattr("shardwise.verify.by_name.verify_model", lambda request: [wrong])
     code, out, _ = run("verify", "digits")
     assert code == 1
     assert re.search(r"weight .* fc.bias .* 2.0e-09 .* FAILED", out)
@@ -96,7 +96,7 @@ def test_verify_shows_noise_where_it_arises_and_what_it_leaves_open(  # type: ig
         Comparison("gradient", "fc.bias", 2e-6, noise=1e-6, origin="in 'layer.1'"),
     )
     results = [PlanResult("split n=2", plan, found)]
-    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: results)
+    monkeypatch.setattr("shardwise.verify.by_name.verify_model", lambda request: results)
     code, out, _ = run("verify", "digits")
     assert code == 0
     assert re.search(r"output .* output .* 4.0e-07 .* 3.0e-07 .* 3e-06 .* ok ", out)
@@ -110,7 +110,7 @@ def test_verify_tells_a_fault_in_words(run, monkeypatch: pytest.MonkeyPatch) -> 
     plan = shardwise.Plan(2, {}, ((2, 3),), "0")
     fault = Comparison("output", "output", inf, fault="1 of float64 instead of a scalar")
     results = [PlanResult("split n=2", plan, (fault,))]
-    monkeypatch.setattr("shardwise.cli.verify_model", lambda request: results)
+    monkeypatch.setattr("shardwise.verify.by_name.verify_model", lambda request: results)
     code, out, _ = run("verify", "digits")
     assert code == 1
     assert "different: output (1 of float64 instead of a scalar)\n" in out
@@ -170,7 +170,7 @@ def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-d
     def fail(*_: object) -> None:
         raise KeyError("luck")
 
-    monkeypatch.setattr(f"shardwise.verify.model.{broken}", fail)
+    monkeypatch.setattr(f"shardwise.verify.by_name.{broken}", fail)
     code, out, err = run("verify", "digits", "--workers", "1")
     assert (code, out, err) == (2, "", f"error: {sentence}\n")
 

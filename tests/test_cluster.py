@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from shardwise.cluster import Cluster, Device, Link, presets
+from shardwise.cluster.cluster import Cluster, Device, Link, presets
 from shardwise.errors import ShardwiseError
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
 

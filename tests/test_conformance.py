@@ -11,11 +11,11 @@ from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
 from pool import shared_pool
-from shardwise.capture import capture
 from shardwise.comm import Communicator
-from shardwise.config import AXES, Config
-from shardwise.parallel import parallelize
-from shardwise.plan import Plan, fit
+from shardwise.geometry.grid import AXES, Config
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan, fit
+from shardwise.runtime.parallel import parallelize
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 SPACE = {1: "w", 2: "hw", 3: "dhw"}

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from exactness import seeded, seeded_input
 from pool import shared_pool
-from shardwise.capture import capture
 from shardwise.comm import Communicator
-from shardwise.config import Config
-from shardwise.parallel import ParallelModel, parallelize
-from shardwise.plan import Plan
+from shardwise.geometry.grid import Config
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import ParallelModel, parallelize
 from test_conformance import CONV, SPACE, assert_split_exact, split
 
 # -- PyTorch -----------------------------------------------------------------------------------

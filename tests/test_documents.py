@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 from commands import ROOT, run_command
-from shardwise.planner import size
+from shardwise.planner.best_plan import size
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(

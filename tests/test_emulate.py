@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from shardwise.emulate import Emulation, Wiring, _check_possible, run_on_hosts
 from shardwise.errors import ShardwiseError
+from shardwise.launch.emulate import Emulation, Wiring, _check_possible, run_on_hosts
 
 
 def _possible() -> str:
@@ -103,9 +103,8 @@ def test_a_failing_rank_gives_its_exit_code_and_the_others_are_ended() -> None:
 @emulated
 def test_nothing_is_left_behind_when_the_emulator_is_killed() -> None:
     before = holders()
-    program = (
-        "from shardwise.emulate import *; run_on_hosts(Wiring.of(2, '1gbit'), ['sleep', '87'])"
-    )
+    program = "from shardwise.launch.emulate import *; "
+    program += "run_on_hosts(Wiring.of(2, '1gbit'), ['sleep', '87'])"
     job = subprocess.Popen([sys.executable, "-c", program])
     for _ in range(400):
         if subprocess.run(["pgrep", "-f", "^sleep 87"], capture_output=True).returncode == 0:

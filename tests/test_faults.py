@@ -16,8 +16,8 @@ from torch import nn
 from pool import WorkerPool
 from shardwise import LostPeer, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
-from shardwise.emulate import Emulation, Wiring
-from shardwise.graph import LayerGraph
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.launch.emulate import Emulation, Wiring
 
 WORLD, VICTIM = 3, 1
 TIMEOUT = 4.0  # seconds for a message

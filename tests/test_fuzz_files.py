@@ -13,9 +13,9 @@ import torch
 from mutations import mutate
 from shardwise import Cluster, Plan, capture, zoo
 from shardwise.errors import ShardwiseError
-from shardwise.graph import LayerGraph
-from shardwise.trace import Trace
-from shardwise.training import Settings, read_settings
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.plans.trace import Trace
+from shardwise.training.settings import Settings, read_settings
 
 ROUNDS = 150
 SETTINGS = """\

@@ -9,10 +9,10 @@ from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
 from shardwise import Plan, capture
-from shardwise.config import Config
 from shardwise.errors import PlanError
-from shardwise.graph import LayerGraph
-from shardwise.program import compile_program
+from shardwise.geometry.grid import Config
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.plans.program import compile_program
 
 NET = nn.Sequential(
     nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3, bias=False)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from exactness import seeded, seeded_input
-from shardwise.capture import capture
-from shardwise.comm import About, Communicator, LostPeer
+from shardwise.comm import About, Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
-from shardwise.plan import Plan
+from shardwise.errors import LostPeer
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
 from shardwise.verify import compare
 
 

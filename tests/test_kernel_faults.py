@@ -12,8 +12,8 @@ from hatch_build import compiler
 
 from kept_columns import KeptColumns
 from shardwise.kernels import native
-from shardwise.kernels.norm import Images
-from shardwise.kernels.pool import Windows
+from shardwise.kernels.batch_norm import Images
+from shardwise.kernels.max_pool import Windows
 
 ROOT = Path(__file__).parent.parent
 HUGE = 1 << 50  # channels: more numbers than there is memory for

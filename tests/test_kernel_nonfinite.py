@@ -14,8 +14,8 @@ from torch.nn import functional
 from convolutions import ISAS, chosen
 from images import fused
 from shardwise.kernels import conv
-from shardwise.kernels.run import INEXACT, KERNELS
-from shardwise.kernels.shape import memory_format
+from shardwise.kernels.conv_shape import memory_format
+from shardwise.kernels.dispatch import INEXACT, KERNELS
 
 IMAGES = ((math.nan, math.inf, -math.inf), (math.inf,))  # what each image has one of
 DTYPES = (torch.float32, torch.float64)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.box import Box
-from shardwise.config import Config
-from shardwise.layout import Layout, blocks
+from shardwise.geometry.box import Box
+from shardwise.geometry.grid import Config
+from shardwise.geometry.layout import Layout, blocks
 
 
 @st.composite

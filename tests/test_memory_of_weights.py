@@ -104,7 +104,7 @@ def test_a_model_made_on_meta_has_no_more_than_its_blocks(tmp_path: Path) -> Non
 
 def test_no_second_copy_of_the_whole_weights_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank packs, sends and cuts so many weights at a time."""
-    monkeypatch.setattr("shardwise.splitting.PACKET", WHOLE)
+    monkeypatch.setattr("shardwise.runtime.splitting.PACKET", WHOLE)
     plan = Plan.uniform(capture(wide(), X), 2, f=2)
 
     def work(comm: Communicator) -> int:

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from exactness import seeded, seeded_input
 from operators import OPERATORS
 from pool import shared_pool
-from shardwise.capture import capture
 from shardwise.comm import Recording, Sent
-from shardwise.config import Config
-from shardwise.graph import LayerGraph
-from shardwise.parallel import parallelize
-from shardwise.plan import Plan
-from shardwise.program import Move, Op, Program, Run, compile_program, to_all
+from shardwise.geometry.grid import Config
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
+from shardwise.plans.program import Move, Op, Program, Run, compile_program, to_all
+from shardwise.runtime.parallel import parallelize
 
 BYTES = 8  # of a float64
 

@@ -9,7 +9,13 @@ import pytest
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.models import default_shape, load_model, parse_options, parse_shape, parse_split
+from shardwise.specs.model_spec import (
+    default_shape,
+    load_model,
+    parse_options,
+    parse_shape,
+    parse_split,
+)
 
 SOURCE = """
 from dataclasses import dataclass

@@ -18,8 +18,8 @@ from exactness import seeded, seeded_input
 from shardwise import ParallelModel, Plan, ShardwiseError, capture, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.handle import Handle
-from shardwise.parallel import PUBLIC
+from shardwise.runtime.handle import Handle
+from shardwise.runtime.parallel import PUBLIC
 
 SHAPE = (4, 3, 6, 6)
 

@@ -7,10 +7,10 @@ from math import log2
 import numpy as np
 import pytest
 
-from shardwise.cluster import Cluster, Device, Link
-from shardwise.layout import Layout
-from shardwise.network import Network, Sums, _Ring, segments_of
-from shardwise.winners import Winner
+from shardwise.cluster.cluster import Cluster, Device, Link
+from shardwise.cluster.measured_sums import Winner
+from shardwise.geometry.layout import Layout
+from shardwise.planner.links import Network, Sums, _Ring, segments_of
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
 MB = 1e6

@@ -10,7 +10,7 @@ import torch
 from convolutions import ISAS, SEED, chosen
 from images import check_norm, fused
 from shardwise.kernels import native
-from shardwise.kernels.norm import BatchNorm
+from shardwise.kernels.batch_norm import BatchNorm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 

@@ -6,8 +6,8 @@ import pytest
 
 from exactness import assert_exact, seeded, seeded_input
 from operators import OPERATORS
-from shardwise.capture import capture
-from shardwise.plan import Plan
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
 
 UNIFORM = [{"n": 4}, {"h": 2, "w": 2}, {"n": 2, "h": 2}, {"c": 4}, {"f": 4}, {"c": 2, "f": 2}]
 

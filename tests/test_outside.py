@@ -32,7 +32,7 @@ from outside_cases.trial import (
 )
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import parallelize
+from shardwise.runtime.parallel import parallelize
 
 SEED = int(os.environ.get("SHARDWISE_OUTSIDE_SEED", date.today().weekday()))
 NUM_CASES, SECONDS = 70, 90

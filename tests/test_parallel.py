@@ -13,9 +13,9 @@ from torch import nn
 from exactness import assert_exact, seeded, seeded_input
 from pool import shared_pool
 from shardwise import Config, Plan, PlanError, ShardwiseError, capture, parallelize
-from shardwise.box import Box
 from shardwise.comm import Communicator
-from shardwise.parallel import ParallelModel
+from shardwise.geometry.box import Box
+from shardwise.runtime.parallel import ParallelModel
 
 
 class Net(nn.Module):

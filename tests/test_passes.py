@@ -10,10 +10,10 @@ from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
 from shardwise import Config, Plan, PlanError, capture, parallelize
-from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 SHAPE = (4, 3, 6, 6)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise
 from shardwise import Config, Plan, PlanError, capture, zoo
-from shardwise.graph import LayerGraph
+from shardwise.graph.layer_graph import LayerGraph
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import Plan, capture
-from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import Cluster
 
 Run = tuple[int, str, str]
 

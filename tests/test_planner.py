@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from shardwise import Config, Engine, LayerGraph, Plan, PlanError, capture, zoo
-from shardwise.candidates import Candidates
-from shardwise.cluster import Cluster, presets
-from shardwise.cost import Costs, Training, usual
-from shardwise.models import load_model
-from shardwise.planner import Planner, baselines, complete, predict, size, wanted
-from shardwise.planning import Alternative, examine, plan
-from shardwise.search import total
-from shardwise.strategies import Split, strategy_of
-from shardwise.tables import explain_table
+from shardwise.cli.tables import explain_table
+from shardwise.cluster.cluster import Cluster, presets
+from shardwise.operators import Split, strategy_of
+from shardwise.planner.best_plan import Planner, baselines, complete, predict, size, wanted
+from shardwise.planner.candidates import Candidates
+from shardwise.planner.costs import Costs, Training, usual
+from shardwise.planner.planned import Alternative, examine, plan
+from shardwise.planner.search import total
+from shardwise.specs.model_spec import load_model
 
 TABLE_2 = Path(__file__).parents[1] / "examples" / "p4_table2.py"
 ROUNDING = 1 + 1e-9

@@ -11,15 +11,22 @@ import torch
 from torch import nn
 
 from shardwise import Plan, capture
-from shardwise.cluster import Cluster
-from shardwise.config import Config
-from shardwise.cost import Roofline
+from shardwise.cluster.cluster import Cluster
 from shardwise.errors import ShardwiseError
-from shardwise.probe import measure_works
-from shardwise.probing import probe
-from shardwise.questions import Question
-from shardwise.strategies import STRATEGIES, Split
-from shardwise.timing import Measured, TimeTable, all_works, first_layers, timer_for, works
+from shardwise.geometry.grid import Config
+from shardwise.measure.cluster_file import probe
+from shardwise.measure.timing import measure_works
+from shardwise.operators import STRATEGIES, Split
+from shardwise.planner.costs import Roofline
+from shardwise.planner.layer_times import (
+    Measured,
+    TimeTable,
+    all_works,
+    first_layers,
+    timer_for,
+    works,
+)
+from shardwise.specs.request import Question
 
 
 class Net(nn.Module):

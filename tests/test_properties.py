@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
-from shardwise.capture import capture
-from shardwise.plan import Plan
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
 
 PLANS = 6  # per example
 EXAMPLES = 16  # per property: with six properties and six plans each, 576 cases

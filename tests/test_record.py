@@ -12,12 +12,12 @@ from torch import nn
 from exactness import seeded, seeded_input
 from pool import shared_pool
 from shardwise import Plan, capture, parallelize
-from shardwise.calibrate import Overheads, Step, calibrated, calibration_plans
-from shardwise.cluster import Cluster
-from shardwise.cost import Roofline, Training
+from shardwise.cluster.cluster import Cluster
 from shardwise.errors import PlanError
-from shardwise.simulate import simulate
-from shardwise.trace import Trace
+from shardwise.measure.calibrate import Overheads, Step, calibrated, calibration_plans
+from shardwise.planner.costs import Roofline, Training
+from shardwise.planner.simulate import simulate
+from shardwise.plans.trace import Trace
 
 
 def net() -> nn.Module:

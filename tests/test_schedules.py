@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 import pytest
 
-from shardwise.cluster import Cluster, Device, Link
+from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm.schedules import ALGORITHMS, Switches, halving, parts, ring, schedule
-from shardwise.network import Network, _Ring
+from shardwise.planner.links import Network, _Ring
 
 TOPOLOGIES: list[Switches] = [
     *[(tuple(range(world)),) for world in range(1, 18)],

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardwise import search
 from shardwise.errors import PlanError
-from shardwise.search import Problem, Solution, solve, total
+from shardwise.planner import search
+from shardwise.planner.search import Problem, Solution, solve, total
 
 Pairs = list[tuple[int, int]]
 

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from shardwise import Config, Engine, LayerGraph, Plan, capture, zoo
-from shardwise.cluster import Cluster, Device, Link
-from shardwise.cost import Costs, Training
-from shardwise.network import Network
-from shardwise.planner import predict
-from shardwise.program import Move, compile_program, to_all
-from shardwise.simulate import _Lanes, simulate
-from shardwise.strategies import Split
-from shardwise.trace import Span, Trace
+from shardwise.cluster.cluster import Cluster, Device, Link
+from shardwise.operators import Split
+from shardwise.planner.best_plan import predict
+from shardwise.planner.costs import Costs, Training
+from shardwise.planner.links import Network
+from shardwise.planner.simulate import _Lanes, simulate
+from shardwise.plans.program import Move, compile_program, to_all
+from shardwise.plans.trace import Span, Trace
 
 LOCAL = Training(output="local")  # every rank keeps its part of the output
 END = Engine("end")

@@ -10,10 +10,10 @@ from torch import nn
 from operators import OPERATORS
 from shardwise import Config, Plan, capture, parallelize
 from shardwise.comm.in_process import World
-from shardwise.graph import Layer
-from shardwise.layout import Layout
-from shardwise.strategies import STRATEGIES, Split, strategy_of
-from shardwise.strategies.norm import NormalizeChannels
+from shardwise.geometry.layout import Layout
+from shardwise.graph.layer_graph import Layer
+from shardwise.operators import STRATEGIES, Split, strategy_of
+from shardwise.operators.norm import NormalizeChannels
 
 
 def layer_of(module: nn.Module, *shape: int) -> Layer:

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from pool import shared_pool
-from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.measured_sums import Winner
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.launch import launched_switches
-from shardwise.probing import probe
-from shardwise.sum_tuning import (
+from shardwise.launch.workers import launched_switches
+from shardwise.measure.cluster_file import probe
+from shardwise.measure.racing import (
     Figures,
     _best,
     _neighbours,
@@ -20,7 +21,6 @@ from shardwise.sum_tuning import (
     measure_sums,
     races_of,
 )
-from shardwise.winners import Winner
 
 SIZES = (4096, 1 << 19)
 

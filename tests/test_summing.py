@@ -11,11 +11,12 @@ from torch import nn
 from exactness import seeded, seeded_input
 from pool import shared_pool
 from shardwise import Plan, capture, parallelize
-from shardwise.cluster import Cluster
-from shardwise.comm import About, Communicator, LostPeer, Sums
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.measured_sums import Algorithm, Winner
+from shardwise.comm import About, Communicator, Sums
 from shardwise.comm.schedules import ALGORITHMS
 from shardwise.comm.summing import CHUNK
-from shardwise.winners import Algorithm, Winner
+from shardwise.errors import LostPeer
 
 TWO_SWITCHES = Cluster.load("2x2@1Gb/4:1")
 ABOUT = About("the gradients of fc", "gradients")

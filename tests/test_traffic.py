@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from shardwise import capture
-from shardwise.candidates import Candidates
-from shardwise.cluster import Cluster
-from shardwise.columns import Columns, Layouts
-from shardwise.cost import value_operands
-from shardwise.layout import Layout
-from shardwise.network import Network
-from shardwise.strategies import Split, strategy_of
-from shardwise.traffic import Table, Traffic
-from shardwise.transfer import Transfer
+from shardwise.cluster.cluster import Cluster
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.transfer import Transfer
+from shardwise.operators import Split, strategy_of
+from shardwise.planner.candidates import Candidates
+from shardwise.planner.costs import value_operands
+from shardwise.planner.layout_columns import Columns, Layouts
+from shardwise.planner.links import Network
+from shardwise.planner.transfer_costs import Table, Traffic
 
 
 def transfer_table(

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pool import shared_pool
-from shardwise.box import Box
 from shardwise.comm import Communicator
-from shardwise.exchange import carry
-from shardwise.layout import Layout, blocks
-from shardwise.transfer import Transfer
+from shardwise.comm.exchange import carry
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import Layout, blocks
+from shardwise.geometry.transfer import Transfer
 
 SHAPE = (7, 6)
 

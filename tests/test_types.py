@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 from exactness import assert_exact, seeded_input
-from shardwise.capture import capture
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import parallelize
-from shardwise.plan import Plan
+from shardwise.model.capture import capture
+from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import parallelize
 
 
 class Net(nn.Module):

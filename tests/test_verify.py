@@ -14,8 +14,8 @@ from torch import nn
 from exactness import seeded, seeded_input
 from shardwise import Plan, ShardwiseError, capture
 from shardwise.comm.in_process import World
-from shardwise.graph import Layer
-from shardwise.handle import Handle
+from shardwise.graph.layer_graph import Layer
+from shardwise.runtime.handle import Handle
 from shardwise.verify import TOLERANCE, Comparison, compare, noise, trial
 from shardwise.verify.comparison import differences
 from shardwise.verify.results import PlanResult, summary

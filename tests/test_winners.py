@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
 from shardwise.comm import Sums
 from shardwise.comm.schedules import ALGORITHMS
 from shardwise.errors import ShardwiseError
-from shardwise.winners import Algorithm, Winner, fastest
 
 
 def winner(nbytes: int, algorithm: str, ranks: int = 8, switches: int = 2) -> Winner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise import zoo
-from shardwise.verify.model import Request, verify_model
+from shardwise.verify.by_name import Request, verify_model
 
 # Small images that still leave batch norm several values per channel in the last layers: with few
 # values it amplifies rounding beyond any tolerance, on one device too.

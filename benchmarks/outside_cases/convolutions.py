@@ -149,8 +149,8 @@ def _build(conv: Conv, batch: int, dtype: torch.dtype) -> Any:
 def _check_kernels(conv: Conv, seed: int) -> str | None:
     """What differs first when our own kernels compute it, of those that take the shape."""
     from convolutions import CASES, worst_excess
+    from shardwise.kernels.conv_shape import ConvShape
     from shardwise.kernels.native import library
-    from shardwise.kernels.shape import ConvShape
 
     lib, draw = library(), random.Random(seed)
     if lib is None:

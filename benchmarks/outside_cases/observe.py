@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.parallel import ParallelModel, of
+from shardwise.runtime.parallel import ParallelModel, of
 
 Key = tuple[str, str]  # kind and name
 

@@ -14,15 +14,15 @@ from torch import nn
 from outside_cases.case import Case, number
 from outside_cases.judge import Inputs, Noise, measure, wrong
 from outside_cases.observe import Seen, observe
-from shardwise.capture import Captured
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
 from shardwise.errors import ShardwiseError
-from shardwise.graph import LayerGraph
-from shardwise.parallel import parallelize
-from shardwise.plan import Plan
-from shardwise.strategies import strategy_of
-from shardwise.strategies.base import Split
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.capture import Captured
+from shardwise.operators import strategy_of
+from shardwise.operators.strategy import Split
+from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import parallelize
 
 RIGHT, WHOLE, REFUSED, EXPORT = "right and split", "right but whole", "refused", "no export"
 WRONG, HUNG, TRACEBACK = "wrong", "hung", "traceback"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from shardwise import Cluster, Engine, LayerGraph, Plan, Trace, capture, simulate, zoo
-from shardwise.cost import Roofline, Training
-from shardwise.strategies import Split
+from shardwise.operators import Split
+from shardwise.planner.costs import Roofline, Training
 
 from .figures import HERE
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from shardwise import Cluster, Config, Engine, Layer, LayerGraph, Plan, simulate
-from shardwise.cost import Roofline, Training
-from shardwise.network import Network
-from shardwise.plan import fit
+from shardwise.planner.costs import Roofline, Training
+from shardwise.planner.links import Network
+from shardwise.plans.plan import fit
 
 from .figures import Paper, Result
 from .machines import cluster, network, paced

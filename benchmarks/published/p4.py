@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from shardwise import Cluster, Config, Engine, Layer, LayerGraph, Plan, capture, simulate
-from shardwise.cost import Costs, Training
-from shardwise.plan import fit
-from shardwise.planner import Planner, predict
-from shardwise.planning import HIDDEN, Alternative, examine
+from shardwise.planner.best_plan import Planner, predict
+from shardwise.planner.costs import Costs, Training
+from shardwise.planner.planned import HIDDEN, Alternative, examine
+from shardwise.plans.plan import fit
 
 from .figures import Paper, Result
 from .machines import Paced, cluster, network, paced

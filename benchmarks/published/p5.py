@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise import Engine, Plan, simulate
-from shardwise.cost import Training
-from shardwise.network import Network
+from shardwise.planner.costs import Training
+from shardwise.planner.links import Network
 
 from .figures import Paper, Result
 from .machines import cluster, network, paced

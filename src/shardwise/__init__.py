@@ -1,27 +1,61 @@
 """Trains any PyTorch CNN in parallel over every dimension, exactly as one device would."""
 
-from shardwise import data, zoo
-from shardwise.accelerate import accelerate
-from shardwise.capture import capture
-from shardwise.checkpoint import load_weights
-from shardwise.cluster import Cluster
-from shardwise.comm import LostPeer
-from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.errors import CaptureError, PlanError, ShardwiseError
-from shardwise.graph import Layer, LayerGraph
-from shardwise.handle import Handle
-from shardwise.kernels.ops import conv
-from shardwise.kernels.tuner import tuning
-from shardwise.launch import WorkerError, init_from_environment, run_local, under_launcher
-from shardwise.optimizer import optimizer
-from shardwise.parallel import ParallelModel, of, parallelize
-from shardwise.plan import Plan
-from shardwise.planning import plan
-from shardwise.simulate import simulate
-from shardwise.trace import Trace
-from shardwise.training import Settings, Trainer, train
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwise.version import __version__
+
+if TYPE_CHECKING:
+    from shardwise import data, zoo
+    from shardwise.checkpoint.loading import load_weights
+    from shardwise.cluster.cluster import Cluster
+    from shardwise.errors import CaptureError, LostPeer, PlanError, ShardwiseError, WorkerError
+    from shardwise.geometry.grid import Config
+    from shardwise.graph.layer_graph import Layer, LayerGraph
+    from shardwise.kernels.accelerate import accelerate
+    from shardwise.kernels.ops import conv
+    from shardwise.kernels.tuner import tuning
+    from shardwise.launch.workers import init_from_environment, run_local, under_launcher
+    from shardwise.model.capture import capture
+    from shardwise.planner.planned import plan
+    from shardwise.planner.simulate import simulate
+    from shardwise.plans.gradient_schedule import Engine
+    from shardwise.plans.plan import Plan
+    from shardwise.plans.trace import Trace
+    from shardwise.runtime.delayed_optimizer import optimizer
+    from shardwise.runtime.handle import Handle
+    from shardwise.runtime.parallel import ParallelModel, of, parallelize
+    from shardwise.training.settings import Settings
+    from shardwise.training.start import train
+    from shardwise.training.trainer import Trainer
+
+HOMES = {  # of public names; each is imported when it is first used, as torch.export takes seconds
+    "checkpoint.loading": ("load_weights",),
+    "cluster.cluster": ("Cluster",),
+    "data": (),
+    "errors": ("CaptureError", "LostPeer", "PlanError", "ShardwiseError", "WorkerError"),
+    "geometry.grid": ("Config",),
+    "graph.layer_graph": ("Layer", "LayerGraph"),
+    "kernels.accelerate": ("accelerate",),
+    "kernels.ops": ("conv",),
+    "kernels.tuner": ("tuning",),
+    "launch.workers": ("init_from_environment", "run_local", "under_launcher"),
+    "model.capture": ("capture",),
+    "planner.planned": ("plan",),
+    "planner.simulate": ("simulate",),
+    "plans.gradient_schedule": ("Engine",),
+    "plans.plan": ("Plan",),
+    "plans.trace": ("Trace",),
+    "runtime.delayed_optimizer": ("optimizer",),
+    "runtime.handle": ("Handle",),
+    "runtime.parallel": ("ParallelModel", "of", "parallelize"),
+    "training.settings": ("Settings",),
+    "training.start": ("train",),
+    "training.trainer": ("Trainer",),
+    "zoo": (),
+}
 
 __all__ = [
     "CaptureError",
@@ -58,3 +92,16 @@ __all__ = [
     "under_launcher",
     "zoo",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in HOMES.items():
+        if name in names or name == home:
+            module = import_module(f"shardwise.{home}")
+            found = globals()[name] = module if name == home else getattr(module, name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """`python -m shardwise`: the command line."""
 
-from shardwise.cli import main
+from shardwise.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -15,6 +15,14 @@ class PlanError(ShardwiseError):
     """A plan that does not fit the model, the shape or the workers."""
 
 
+class LostPeer(ShardwiseError):
+    """A rank that failed, died, or was cut off, while another needed it."""
+
+
+class WorkerError(RuntimeError):
+    """A worker that failed or died, with its traceback where there is one."""
+
+
 def one_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]

@@ -18,9 +18,9 @@ from exactness import seeded, seeded_input
 from pool import shared_pool
 from saving import OPTIMIZERS, SHAPE, Net, make_plan, start, train, train_alone, train_from
 from shardwise import Config, Plan, ShardwiseError, capture, parallelize
-from shardwise.block import plain
 from shardwise.checkpoint import Checkpoints, export
 from shardwise.checkpoint.writer import Writer
+from shardwise.runtime.block import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Tensors = dict[str, torch.Tensor]

@@ -20,12 +20,12 @@ from torch import nn
 from exactness import seeded
 from saving import SHAPE, Net
 from shardwise import Plan, ShardwiseError, load_weights, parallelize
-from shardwise.box import Box
 from shardwise.checkpoint import Checkpoints, safetensors_file
 from shardwise.checkpoint.safetensors_file import read_box, read_header, runs
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.model_graphs import ModelGraphs
+from shardwise.geometry.box import Box
+from shardwise.model.captures import ModelGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, torch.Tensor]
@@ -131,7 +131,7 @@ def test_a_rank_reads_no_more_than_its_blocks(
         read.append(args[-1].numel)
         return read_box(*args)
 
-    monkeypatch.setattr("shardwise.checkpoint.weights.read_box", noted)
+    monkeypatch.setattr("shardwise.checkpoint.loading.read_box", noted)
 
     def work(comm: Communicator) -> int:
         model = made(comm, "f=2")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles import random_box
-from shardwise.box import Box
 from shardwise.data import Augment, Loader, Synthetic, flips
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 
 def plainly(image: np.ndarray, augment: Augment, start: list[int], mirrored: list[bool]) -> Any:

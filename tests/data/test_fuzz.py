@@ -14,9 +14,9 @@ import pytest
 
 from datafiles import write_cifar, write_images, write_npy
 from mutations import mutate
-from shardwise.box import Box
 from shardwise.data import Source, Synthetic, open_source, pack
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 ROUNDS = 40  # for each kind of store, and for each other kind of file
 

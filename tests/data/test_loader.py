@@ -12,10 +12,10 @@ import torch
 from datafiles import write_cifar
 from pool import shared_pool
 from shardwise import Plan, capture, parallelize, zoo
-from shardwise.box import Box
 from shardwise.data import Augment, Cifar10, Loader, Store, Synthetic, digits, pack
 from shardwise.errors import ShardwiseError
-from shardwise.layout import blocks
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import blocks
 
 
 def samples_of(rank: int, world: int, shape: tuple[int, ...]):  # type: ignore[no-untyped-def]

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from datafiles import assert_same, write_cifar, write_images, write_npy
-from shardwise.box import Box
 from shardwise.data import (
     Arrays,
     Cifar10,
@@ -24,6 +23,7 @@ from shardwise.data import (
     without,
 )
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 
 def test_cifar_gives_the_records_of_all_files(tmp_path: Path) -> None:

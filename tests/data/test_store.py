@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from datafiles import assert_same, random_box, write_cifar, write_images, write_npy
-from shardwise.box import Box
-from shardwise.cli import main
+from shardwise.cli.app import main
 from shardwise.data import Arrays, Source, Store, Synthetic, bad_samples, digits, open_source, pack
 from shardwise.data.store import Header
 from shardwise.data.tiles import Tiling, tile_of
 from shardwise.errors import ShardwiseError
-from shardwise.layout import blocks
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import blocks
 
 
 def contents(source: Source) -> tuple[np.ndarray, np.ndarray]:

@@ -20,18 +20,18 @@ from saving import make_plan, start, train
 from shardwise import Plan, capture
 from shardwise.checkpoint import Checkpoints, export
 from shardwise.checkpoint.export import read_state
-from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.cluster import Cluster
+from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.cluster.cluster import Cluster
 from shardwise.data import Arrays
 from shardwise.data.pack import pack
 from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.winners import Winners
+from shardwise.kernels.kernel_times import Winners
+from shardwise.planner.layer_times import TimeTable
+from shardwise.plans.trace import Trace
 from shardwise.report.page import write_page
-from shardwise.timing import TimeTable
-from shardwise.trace import Trace
-from shardwise.training.folder import RunFolder
+from shardwise.training.run_folder import RunFolder
 
 MOST = 400  # moments of one writer
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -26,8 +26,9 @@ from shardwise.comm import communicator, pending
 from shardwise.data import Arrays
 from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
-from shardwise.training import Trainer, folder
+from shardwise.training import folder
 from shardwise.training.settings import read_settings
+from shardwise.training.trainer import Trainer
 
 FIRST_STEPS, LAST_STEP, STORE = 2, 6, "store"
 KINDS = {"forward": "transfer", "statistics": "statistics", "gradients": "gradients"}

@@ -19,8 +19,8 @@ from exactness import seeded, seeded_input
 from shardwise import Plan, ShardwiseError, of, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.graph import LayerGraph
-from shardwise.model_graphs import ModelGraphs
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.captures import ModelGraphs
 
 Tensors = tuple[torch.Tensor, ...]
 Wrap = Callable[..., Any]  # of a model and its inputs

@@ -15,7 +15,7 @@ from exactness import seeded
 from habits.habit import PLANS, assert_refused, assert_same, image, net
 from shardwise import Engine, Plan, capture, optimizer, parallelize
 from shardwise.comm.in_process import InProcess, World
-from shardwise.config import Config
+from shardwise.geometry.grid import Config
 
 
 def apart(model: Any) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from habits.habit import (
     image,
     net,
 )
-from shardwise.stepping import as_blocks
+from shardwise.runtime.stepping import as_blocks
 
 SPLIT = ["f=2", "random"]  # plans under which ranks hold blocks of weights
 

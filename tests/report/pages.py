@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from shardwise import Plan
-from shardwise.questions import Question, examined
-from shardwise.trace import Span, Trace
+from shardwise.plans.trace import Span, Trace
+from shardwise.specs.request import Question, examined
 
 NET = """
 import torch

@@ -12,13 +12,13 @@ import pytest
 
 from report.pages import examined_plan, recorded, run_folder
 from shardwise import Plan
-from shardwise.cli import main
-from shardwise.config import Config
+from shardwise.cli.app import main
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.grid import Config
+from shardwise.plans.trace import Span, Trace
 from shardwise.report import contents, render, write_page, write_report
-from shardwise.report.contents import split_kind
-from shardwise.report.timeline import RANKS, TICKS, per_layer, timeline
-from shardwise.trace import Span, Trace
+from shardwise.report.page_data import split_kind
+from shardwise.report.trace_data import RANKS, TICKS, per_layer, timeline
 
 
 @pytest.fixture(scope="module")

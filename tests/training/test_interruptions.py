@@ -19,8 +19,8 @@ import torch
 
 from pool import shared_pool
 from shardwise.checkpoint import export
-from shardwise.training import Trainer
 from shardwise.training.settings import read_settings
+from shardwise.training.trainer import Trainer
 
 SETTINGS = {
     "batch": 64,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.kernels import native, tuner
-from shardwise.training import Trainer
 from shardwise.training.settings import read_settings
+from shardwise.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 

@@ -12,11 +12,12 @@ from torch import nn
 from exactness import seeded
 from pool import shared_pool
 from shardwise import Plan, capture, parallelize
-from shardwise.box import Box
 from shardwise.data import Loader, digits
 from shardwise.data.order import mixing_share
-from shardwise.training import Lars, Settings
+from shardwise.geometry.box import Box
+from shardwise.training.lars import Lars
 from shardwise.training.recipe import rate_at
+from shardwise.training.settings import Settings
 
 X_SHAPE = (5, 3, 7, 6)
 SPLITS = ({"f": 2}, {"n": 2, "h": 2}, {"c": 3}, {"h": 3})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ShardwiseError
-from shardwise.training import Settings, read_settings
+from shardwise.training.settings import Settings, read_settings
 
 
 def test_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:

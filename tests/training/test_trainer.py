@@ -20,8 +20,9 @@ from shardwise.checkpoint import export
 from shardwise.data import Arrays, Synthetic
 from shardwise.errors import ShardwiseError
 from shardwise.report import write_report
-from shardwise.training import Settings, Trainer, train
-from shardwise.training.settings import read_settings
+from shardwise.training.settings import Settings, read_settings
+from shardwise.training.start import train
+from shardwise.training.trainer import Trainer
 
 SMALL: dict[str, Any] = {
     "precision": "float64",

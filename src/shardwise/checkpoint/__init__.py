@@ -2,6 +2,6 @@
 
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.export import export
-from shardwise.checkpoint.weights import load_weights
+from shardwise.checkpoint.loading import load_weights
 
 __all__ = ["Checkpoints", "export", "load_weights"]

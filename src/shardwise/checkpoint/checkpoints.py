@@ -12,15 +12,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.folder import StepFolders
 from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.writer import Writer
 from shardwise.comm import About, Communicator
 from shardwise.comm.pending import failure
 from shardwise.errors import ShardwiseError, one_line
-from shardwise.parallel import ParallelModel, of
+from shardwise.runtime.parallel import ParallelModel, of
 
 # One worker without a process group is nothing to warn about.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")

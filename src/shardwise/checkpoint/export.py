@@ -10,13 +10,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.box import Box
-from shardwise.checkpoint.document import DTYPES, NAME, Document
-from shardwise.checkpoint.folder import StepFolders
+from shardwise.checkpoint.manifest import DTYPES, NAME, Document
 from shardwise.checkpoint.pieces import LoadPlanner, Piece
 from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError
 from shardwise.files import replacing
+from shardwise.geometry.box import Box
 
 SUBFOLDER = "checkpoints"
 Tensors = dict[str, torch.Tensor]

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.futures import Future
 
-from shardwise.box import Box
-from shardwise.layout import blocks
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import blocks
 
 SMALL = 1 << 20  # bytes of a block that one rank writes alone, whoever else holds it
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.futures import Future
 
-from shardwise.box import Box
-from shardwise.checkpoint.document import DTYPES, Chunk, Document
+from shardwise.checkpoint.manifest import DTYPES, Chunk, Document
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 
 def _check_files(folder: Path, document: Document) -> None:

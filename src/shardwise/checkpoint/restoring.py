@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from shardwise.box import Box
-from shardwise.checkpoint.contents import Held, check_model, held_tensors
-from shardwise.checkpoint.document import NAME, Document
-from shardwise.checkpoint.optimizing import Optimizing
+from shardwise.checkpoint.held_tensors import Held, check_model, held_tensors
+from shardwise.checkpoint.manifest import NAME, Document
+from shardwise.checkpoint.optimizer_state import Optimizing
 from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.snapshot import RANDOM, random_states
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import ParallelModel
+from shardwise.geometry.box import Box
+from shardwise.runtime.parallel import ParallelModel
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwise.box import Box
-from shardwise.checkpoint.document import Size
+from shardwise.checkpoint.manifest import Size
 from shardwise.checkpoint.pieces import as_bytes
-from shardwise.documents import Strict, first_mistake
 from shardwise.errors import ShardwiseError
+from shardwise.files import Strict, first_mistake
+from shardwise.geometry.box import Box
 
 DTYPES = {
     "F64": torch.float64,

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.box import Box
-from shardwise.checkpoint.contents import held_tensors, host_copy
-from shardwise.checkpoint.document import Document, Group, OptimizerState, Stored, Values
-from shardwise.checkpoint.optimizing import Optimizing
+from shardwise.checkpoint.held_tensors import held_tensors, host_copy
+from shardwise.checkpoint.manifest import Document, Group, OptimizerState, Stored, Values
+from shardwise.checkpoint.optimizer_state import Optimizing
 from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import ParallelModel, of
+from shardwise.geometry.box import Box
+from shardwise.runtime.parallel import ParallelModel, of
 
 RANDOM = "random/"  # and a device: the state of its random generator, the same on all ranks
 

@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.document import NAME, Chunk, Document, Stored, Values
-from shardwise.checkpoint.folder import StepFolders, writing_to
+from shardwise.checkpoint.manifest import NAME, Chunk, Document, Stored, Values
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.documents import first_mistake
+from shardwise.checkpoint.step_folders import StepFolders, writing_to
 from shardwise.errors import ShardwiseError
-from shardwise.files import sync
+from shardwise.files import first_mistake, sync
 
 
 @dataclass(frozen=True)

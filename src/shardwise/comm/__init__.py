@@ -1,6 +1,6 @@
 """Communication between ranks."""
 
-from shardwise.comm.communicator import ANYTHING, About, Communicator, LostPeer, Pending, Sums
+from shardwise.comm.communicator import ANYTHING, About, Communicator, Pending, Sums
 from shardwise.comm.recording import Recording, Sent
 from shardwise.comm.timeline import Event, Timeline
 
@@ -9,7 +9,6 @@ __all__ = [
     "About",
     "Communicator",
     "Event",
-    "LostPeer",
     "Pending",
     "Recording",
     "Sent",

@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LostPeer
 
 LONGEST = 4000  # bytes of a sentence
 PATIENCE = 1.0  # seconds for a peer to say its sentence, or to take one
 INTERVAL = 0.5  # seconds between two looks into the store
 KEY = "shardwise/failure"
-
-
-class LostPeer(ShardwiseError):
-    """A rank that failed, died, or was cut off, while another needed it."""
 
 
 class Alarm:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.cluster import Cluster
-from shardwise.comm.alarm import LostPeer
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
 from shardwise.comm.carrying import (
     HOST_ONLY,
     announce,
@@ -35,8 +35,7 @@ from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import Lost
-from shardwise.errors import ShardwiseError
-from shardwise.winners import Algorithm, Winner, fastest
+from shardwise.errors import LostPeer, ShardwiseError
 
 __all__ = ["ANYTHING", "About", "Communicator", "LostPeer", "Messages", "Pending", "Sums"]
 

@@ -18,19 +18,11 @@ from typing import Any
 
 import torch
 
-from shardwise.cluster import Cluster
-from shardwise.comm.communicator import (
-    ANYTHING,
-    About,
-    Communicator,
-    LostPeer,
-    Messages,
-    Pending,
-    Sums,
-)
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.measured_sums import Algorithm
+from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending, Sums
 from shardwise.comm.timeline import Timeline
-from shardwise.errors import ShardwiseError
-from shardwise.winners import Algorithm
+from shardwise.errors import LostPeer, ShardwiseError
 
 LONGEST = 12  # turns that a message is under way at most
 OBJECT = "an object"

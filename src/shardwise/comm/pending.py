@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from shardwise.comm.alarm import LostPeer
 from shardwise.comm.headers import Mismatch
 from shardwise.comm.present import present
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LostPeer, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise.cluster.measured_sums import Algorithm
 from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending
-from shardwise.winners import Algorithm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
 
-from shardwise.winners import Algorithm
+from shardwise.cluster.measured_sums import Algorithm
 
 Span = tuple[int, int]  # of the vector's numbers: the first, and the first that is not in it
 

@@ -11,12 +11,12 @@ torch.Size([413, 1, 8, 8])
 from .arrays import Arrays, Zarr, npy
 from .augment import Augment, flips
 from .cifar import Cifar10
-from .digits import digits
-from .folder import ImageFolder
+from .image_folder import ImageFolder
 from .loader import Batch, Loader
 from .opening import open_source
 from .order import Batches, shuffled
 from .pack import pack
+from .scikit_digits import digits
 from .source import Source, Subset, bad_samples, without
 from .store import Store
 from .synthetic import Synthetic

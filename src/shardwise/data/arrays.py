@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names
 

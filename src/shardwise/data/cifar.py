@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
-from .digits import check_subset
+from .scikit_digits import check_subset
 from .source import Source
 
 SHAPE = (3, 32, 32)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 from .augment import Augment, Views
 from .order import Batches, mixing_share

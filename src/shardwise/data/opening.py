@@ -10,8 +10,8 @@ from shardwise.errors import ShardwiseError
 
 from .arrays import IMAGES, Zarr, npy
 from .cifar import TEST, TRAIN, Cifar10
-from .digits import digits
-from .folder import ImageFolder
+from .image_folder import ImageFolder
+from .scikit_digits import digits
 from .source import Source, bad_samples, check_on_error, without
 from .store import HEADER, Store
 from .synthetic import Synthetic

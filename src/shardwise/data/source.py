@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 KINDS = "biuf"  # the kinds of numbers a sample may be made of; an object would need pickle
 LABEL_KINDS = "iu"

@@ -18,9 +18,9 @@ from zlib import crc32
 import numpy as np
 from pydantic import Field, model_validator
 
-from shardwise.box import Box
-from shardwise.documents import Checked, Strict
 from shardwise.errors import ShardwiseError
+from shardwise.files import Checked, Strict
+from shardwise.geometry.box import Box
 
 from .source import Source, check_on_error
 from .tiles import Damaged, Tiling

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.box import Box
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 
 from .source import Source, class_names
 

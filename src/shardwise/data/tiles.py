@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from shardwise.box import Box
+from shardwise.geometry.box import Box
 
 CHECKSUM = np.dtype("<u4")
 PAGE_BYTES = 4096  # what a disk reads at once: a smaller array is one tile

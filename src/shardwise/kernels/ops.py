@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels import run
-from shardwise.kernels.run import KERNELS, STOCK, Choice, Settings, kernels_for
-from shardwise.kernels.shape import channels_last, is_eager, memory_format
+from shardwise.kernels import dispatch
+from shardwise.kernels.conv_shape import channels_last, is_eager, memory_format
+from shardwise.kernels.dispatch import KERNELS, STOCK, Choice, Settings, kernels_for
 
 _TAIL = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str fwd, str dx, str dw"
@@ -100,7 +100,7 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, settings: Settings, choice: Choice, relu: bool):  # type: ignore[no-untyped-def]
-        y = run.forward(x, w, bias, settings, choice.fwd, relu)
+        y = dispatch.forward(x, w, bias, settings, choice.fwd, relu)
         ctx.save_for_backward(x, w, *([y] if relu else []))
         ctx.settings, ctx.choice, ctx.tail = settings, choice, (*settings, *choice)
         return y
@@ -113,10 +113,10 @@ class Convolution(torch.autograd.Function):
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         dy = torch.ops.aten.threshold_backward(dy, y[0], 0) if y else dy
         if needs_x and needs_w and choice.dx == choice.dw == STOCK:  # it shares work between them
-            dx, dw = run.stock_backward(dy, x, w, settings, (True, True))
+            dx, dw = dispatch.stock_backward(dy, x, w, settings, (True, True))
         else:
-            dx = run.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
-            dw = run.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
+            dx = dispatch.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
+            dw = dispatch.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
         return dx, dw, dy.sum((0, 2, 3)) if needs_bias else None, None, None, None
 
 
@@ -124,15 +124,15 @@ class Convolution(torch.autograd.Function):
 
 
 def _conv(x, w, bias, *tail):  # type: ignore[no-untyped-def]
-    return run.forward(x, w, bias, _settings(tail), tail[FWD], relu=tail[7])
+    return dispatch.forward(x, w, bias, _settings(tail), tail[FWD], relu=tail[7])
 
 
 def _conv_dx(dy, x, w, *tail):  # type: ignore[no-untyped-def]
-    return run.backward_data(dy, x, w, _settings(tail), tail[DX])
+    return dispatch.backward_data(dy, x, w, _settings(tail), tail[DX])
 
 
 def _conv_dw(dy, x, w, *tail):  # type: ignore[no-untyped-def]
-    return run.backward_filter(dy, x, w, _settings(tail), tail[DW])
+    return dispatch.backward_filter(dy, x, w, _settings(tail), tail[DW])
 
 
 for _name, _function in (("conv", _conv), ("conv_dx", _conv_dx), ("conv_dw", _conv_dw)):

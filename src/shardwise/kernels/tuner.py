@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.kernels import run
+from shardwise.kernels import dispatch
+from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
+from shardwise.kernels.dispatch import STOCK, Choice, Settings, kernels_for
+from shardwise.kernels.kernel_times import Times, Winners, fits
 from shardwise.kernels.native import DIRECTIONS
 from shardwise.kernels.ops import convolve
-from shardwise.kernels.run import STOCK, Choice, Settings, kernels_for
-from shardwise.kernels.shape import ConvShape, memory_format, shape_of
-from shardwise.kernels.winners import Times, Winners, fits
 
 MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
 ROUNDS = 3
@@ -115,8 +115,8 @@ def call(
 ) -> Callable[[], torch.Tensor]:
     """One direction of one convolution, ready to be timed."""
     if direction == "fwd":
-        return lambda: run.forward(x, w, None, how, kernel)
-    backward = run.backward_data if direction == "dx" else run.backward_filter
+        return lambda: dispatch.forward(x, w, None, how, kernel)
+    backward = dispatch.backward_data if direction == "dx" else dispatch.backward_filter
     return lambda: backward(dy, x, w, how, kernel)
 
 

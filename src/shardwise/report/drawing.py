@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.graph import Layer, LayerGraph
-from shardwise.plan import Plan
+from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.plans.plan import Plan
 
 WIDTH, HEIGHT = 200.0, 40.0  # of a block, in pixels
 PITCH = 66.0  # from row to row

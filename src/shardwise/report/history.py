@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.report.timeline import short
+from shardwise.report.trace_data import short
 
 History = Sequence[Mapping[str, Any]]
 

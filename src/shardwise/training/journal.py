@@ -9,10 +9,10 @@ from math import isfinite
 
 import torch
 
-from shardwise.trace import Trace
+from shardwise.plans.trace import Trace
 
-from .folder import RunFolder
-from .view import View
+from .progress import View
+from .run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from shardwise.box import Box
 from shardwise.comm import About
 from shardwise.data import Batch, Source
 from shardwise.data.loader import IGNORED
 from shardwise.errors import ShardwiseError
-from shardwise.graph import LayerGraph
-from shardwise.parallel import ParallelModel, of
+from shardwise.geometry.box import Box
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.runtime.parallel import ParallelModel, of
 
 from .settings import Settings
 

@@ -8,8 +8,8 @@ from math import cos, pi
 import torch
 from torch.optim import Optimizer
 
-from shardwise.optimizer import optimizer
-from shardwise.parallel import ParallelModel, of
+from shardwise.runtime.delayed_optimizer import optimizer
+from shardwise.runtime.parallel import ParallelModel, of
 
 from .lars import Lars
 from .settings import Settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.launch import choose_world, init_from_environment, run_local, under_launcher
-from shardwise.models import parse_split
-from shardwise.plan import Plan
+from shardwise.launch.workers import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.plans.plan import Plan
+from shardwise.specs.model_spec import parse_split
 
 from .journal import Epoch
 from .settings import Settings

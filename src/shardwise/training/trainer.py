@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.agreement import together
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm import Communicator
 from shardwise.data import Batch, Loader, Source
 from shardwise.data.opening import check_alike
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
-from shardwise.model_graphs import ModelGraphs
-from shardwise.parallel import ParallelModel, of, parallelize
-from shardwise.plan import Plan
-from shardwise.planning import examine
-from shardwise.questions import parse_engine
+from shardwise.model.captures import ModelGraphs
+from shardwise.planner.planned import examine
+from shardwise.plans.plan import Plan
 from shardwise.report import write_report
+from shardwise.runtime.agreement import together
+from shardwise.runtime.parallel import ParallelModel, of, parallelize
+from shardwise.specs.request import parse_engine
 
 from .bf16 import check_bf16
-from .folder import CHECKPOINTS, RunFolder, choose_folder, resumes
 from .journal import Epoch, Journal, memory_held
 from .losses import Losses
-from .memory import explained
-from .parts import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
+from .out_of_memory import explained
+from .progress import Speed, View
 from .recipe import make_optimizer, rate_at, set_rate
+from .run_folder import CHECKPOINTS, RunFolder, choose_folder, resumes
+from .setting_up import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
 from .settings import Settings
 from .stopping import StopSignal
-from .view import Speed, View
 
 TRACED = 2  # the step of an epoch that is written down: the first one still gets ready
 

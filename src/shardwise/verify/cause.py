@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.box import Box
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.graph import LayerGraph
-from shardwise.model_graphs import Graphs, ModelGraphs
-from shardwise.parallel import of, parallelize
-from shardwise.plan import Plan
-from shardwise.program import layer_layout
+from shardwise.geometry.box import Box
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.captures import Graphs, ModelGraphs
+from shardwise.plans.plan import Plan
+from shardwise.plans.program import layer_layout
+from shardwise.runtime.parallel import of, parallelize
 from shardwise.verify.comparison import TOLERANCES, Comparison, differences, distance, size
 from shardwise.verify.trial import Found, Trial
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.models import parse_shape
+from shardwise.specs.model_spec import parse_shape
 
 FLOAT = "float"  # of the dtype that the model is verified in
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError, one_line
-from shardwise.parallel import Graphs, ParallelModel, of, parallelize
-from shardwise.plan import Plan
+from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import Graphs, ParallelModel, of, parallelize
 from shardwise.verify.cause import likely_cause, repeats_itself
 from shardwise.verify.comparison import Comparison, differences
 from shardwise.verify.noise import judge

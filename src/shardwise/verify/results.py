@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.plan import Plan
+from shardwise.plans.plan import Plan
 from shardwise.verify.comparison import FACTOR, Comparison
 
 KINDS = ("output", "loss", "gradient", "statistics", "weight")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.parallel import ParallelModel, of
-from shardwise.stored import named_tensors
+from shardwise.modules import named_tensors
+from shardwise.runtime.parallel import ParallelModel, of
 from shardwise.verify.comparison import Key, is_inexact
 
 Found = dict[Key, Any]

@@ -1,0 +1,236 @@
+"""`load_weights`: each rank reads its own blocks of a model's weights, whatever holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from shardwise.checkpoint.export import SUBFOLDER
+from shardwise.checkpoint.held_tensors import Held, described, held_tensors
+from shardwise.checkpoint.manifest import DTYPES, NAME, Document
+from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.safetensors_file import DTYPES as SAFETENSORS
+from shardwise.checkpoint.safetensors_file import read_box, read_header
+from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.errors import ShardwiseError, one_line, some
+from shardwise.geometry.box import Box
+from shardwise.runtime.agreement import agree_on, agree_to_start
+from shardwise.runtime.parallel import ParallelModel, of
+
+INDEX = ".safetensors.index.json"  # how a file ends that lists in which files tensors lie
+WINDOWS, WINDOW = 64, 4096  # parts of a file that tell it from others, and their bytes
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole tensor in a file, of which any box can be read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors that a file or folder holds, by their names."""
+
+    place: Path
+    tensors: Mapping[str, Whole]
+    checksum: int  # tells its content from that of others
+
+
+def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True) -> None:
+    """Loads parameters and buffers; every rank reads its own blocks only, and all ranks call it.
+
+    `path` is a .safetensors file, the folder or index of one in several files, a state_dict that
+    torch.save wrote (.pt, .pth), or a checkpoint of a run. Nothing is changed on any rank where
+    something is wrong with it. With strict=False, tensors that it lacks stay as they are, and
+    others that it holds are left out.
+
+    >>> load_weights(model, "unet.safetensors")
+    """
+    handle = of(model)
+    handle.flush()
+    with handle.comm.doing("load_weights"):
+        blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        weights, refusal = None, None
+        try:
+            weights = open_weights(Path(path))
+            blocks = _read(weights, held_tensors(model), strict)
+        except OSError as error:
+            refusal = ShardwiseError(f"{path} cannot be read: {error.strerror or error}")
+        except Exception as error:  # all ranks must hear of it before they wait for this one
+            refusal = error
+        agree_to_start(refusal, {}, handle.comm)
+        assert weights is not None
+        agree_on(weights.checksum, f"finds other weights in {path} than rank 0", handle.comm)
+    with torch.no_grad():
+        for tensor, block in blocks:
+            tensor.copy_(block)
+
+
+def _read(
+    weights: Weights, held: Iterable[Held], strict: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is held here, each with what is to be put there."""
+    held = list(held)
+    if strict:
+        _check_names(weights, held)
+    found = []
+    for tensor in held:
+        names = [name for name in tensor.names if name in weights.tensors]
+        for name in names:
+            _check_kind(weights, name, tensor)
+        if names and tensor.here:
+            block, *others = (weights.tensors[name].read(tensor.box) for name in names)
+            for name, other in zip(names[1:], others, strict=True):
+                if not torch.equal(block, other):
+                    raise ShardwiseError(
+                        f"{weights.place}: {names[0]!r} and {name!r} are one tensor in the model, "
+                        "and differ there"
+                    )
+            found.append((tensor.tensor, block))
+    return found
+
+
+def _check_names(weights: Weights, held: Iterable[Held]) -> None:
+    missing = [t.names[0] for t in held if not any(n in weights.tensors for n in t.names)]
+    known = {name for tensor in held for name in tensor.names}
+    unknown = [name for name in weights.tensors if name not in known]
+    if missing and unknown:
+        raise ShardwiseError(
+            f"{weights.place} is of another model: it lacks {some(missing)}, and has "
+            f"{some(unknown)}, which this one has not"
+        )
+    if missing:
+        raise ShardwiseError(f"{weights.place} is of another model: it lacks {some(missing)}")
+    if unknown:
+        raise ShardwiseError(
+            f"{weights.place} is of another model: it has {some(unknown)}, which this one has not"
+        )
+
+
+def _check_kind(weights: Weights, name: str, tensor: Held) -> None:
+    whole = weights.tensors[name]
+    there = described(whole.shape, whole.dtype)
+    here = described(tensor.shape, tensor.tensor.dtype)
+    if there != here:
+        raise ShardwiseError(f"{weights.place}: {name!r} is {there}, and {here} in the model")
+
+
+# -- what holds weights ----------------------------------------------------------------------------
+
+
+def open_weights(path: Path) -> Weights:
+    """Looks into a file or a folder; nothing but names and shapes is read."""
+    if path.is_dir():
+        return _open_folder(path)
+    if path.name.endswith(INDEX):
+        return _open_index(path)
+    kinds = {".safetensors": _open_safetensors, ".pt": _open_torch, ".pth": _open_torch}
+    if path.suffix not in kinds:
+        raise ShardwiseError(
+            f"{path} is nothing that weights are read from: give a .safetensors, .pt or .pth file, "
+            f"a *{INDEX}, or the folder of a checkpoint"
+        )
+    return kinds[path.suffix](path)
+
+
+def _open_folder(folder: Path) -> Weights:
+    if (folder / NAME).exists():
+        return _open_checkpoint(folder)
+    for steps in (StepFolders(folder), StepFolders(folder / SUBFOLDER)):
+        complete = steps.complete()
+        if complete:
+            return _open_checkpoint(steps.of_step(None, complete))
+    found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        wrong = "several files of weights: name one" if found else "no checkpoint and no weights"
+        raise ShardwiseError(f"{folder} holds {wrong}")
+    return open_weights(found[0])
+
+
+def _open_safetensors(path: Path) -> Weights:
+    entries, begin = read_header(path)
+    tensors = {
+        name: Whole(
+            tuple(entry.shape), SAFETENSORS[entry.dtype], partial(read_box, path, entry, begin)
+        )
+        for name, entry in entries.items()
+    }
+    return Weights(path, tensors, _checksum(path))
+
+
+def _open_index(path: Path) -> Weights:
+    """Several files, and a list of which tensor lies in which."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: str(file) for name, file in content["weight_map"].items()}
+    except OSError as error:
+        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ShardwiseError(f"{path} is no index of safetensors files") from None
+    parts = {}
+    for file in dict.fromkeys(files.values()):
+        if Path(file).name != file:
+            raise ShardwiseError(f"{path}: {file!r} must be a file beside it")
+        parts[file] = _open_safetensors(path.parent / file)
+    for name, file in files.items():
+        if name not in parts[file].tensors:
+            raise ShardwiseError(f"{path}: there is no {name!r} in {file}")
+    tensors = {name: parts[file].tensors[name] for name, file in files.items()}
+    checksum = crc32(repr([part.checksum for part in parts.values()]).encode())
+    return Weights(path, tensors, checksum)
+
+
+def _open_torch(path: Path) -> Weights:
+    """A file of torch.save, mapped into memory; nothing pickled is run."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise ShardwiseError(f"{path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        raise ShardwiseError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in state.items()
+    ):
+        raise ShardwiseError(
+            f"{path} holds more than the state of a model; give load_state_dict the part of "
+            "torch.load(path) that is one"
+        )
+
+    def reader(tensor: torch.Tensor) -> Callable[[Box], torch.Tensor]:
+        return lambda box: tensor.detach()[box.slices_in(Box.whole(tuple(tensor.shape)))].clone()
+
+    tensors = {n: Whole(tuple(t.shape), t.dtype, reader(t)) for n, t in state.items()}
+    return Weights(path, tensors, _checksum(path))
+
+
+def _open_checkpoint(folder: Path) -> Weights:
+    path = folder / NAME
+    document = Document.load(path)
+    reader, tensors = Reader(folder, document), {}
+    for name, key in document.names.items():
+        stored = document.tensors[key]
+        tensors[name] = Whole(tuple(stored.shape), DTYPES[stored.dtype], partial(reader.read, key))
+    return Weights(folder, tensors, crc32(path.read_bytes()))  # which has all checksums
+
+
+def _checksum(path: Path) -> int:
+    """A number that tells files apart, by parts from all over them."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            found = crc32(repr(size).encode())
+            for window in range(WINDOWS):
+                file.seek(max(size - WINDOW, 0) * window // (WINDOWS - 1))
+                found = crc32(file.read(WINDOW), found)
+    except OSError as error:
+        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+    return found

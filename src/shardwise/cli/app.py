@@ -1,0 +1,64 @@
+"""The `shardwise` command: each subcommand is one call of the library, then printing.
+
+What a command needs is imported when it runs, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.deciding import plan, simulate
+from shardwise.cli.measuring import kernels, probe, verify
+from shardwise.cli.running import emulate, export, pack, report, train
+from shardwise.errors import LostPeer, ShardwiseError, WorkerError
+from shardwise.version import __version__
+
+app = typer.Typer(
+    help="Splits every layer of a CNN over workers and computes exactly what one device computes.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+for command in (verify, train, pack, plan, simulate, kernels, report, export, probe, emulate):
+    app.command()(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; a user's mistake is one line, not a traceback, and exit code 2."""
+    try:
+        app(arguments)
+    except LostPeer as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # at once: threads may still wait for the peer
+    except ShardwiseError as error:
+        _end(error, 2)
+    except WorkerError as error:
+        _end(error, 3)
+
+
+def _end(error: Exception, code: int) -> None:
+    from shardwise.launch.workers import end_all
+
+    print(f"error: {error}", file=sys.stderr)
+    end_all(code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"shardwise {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass

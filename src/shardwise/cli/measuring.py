@@ -1,0 +1,190 @@
+"""Commands that measure: `verify`, `kernels` and `probe`."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.options import (
+    AsJson,
+    Batch,
+    Classes,
+    Model,
+    Options,
+    Shapes,
+    Split,
+    Workers,
+    model_options,
+    wide_console,
+    working,
+)
+
+if TYPE_CHECKING:
+    from shardwise.verify.results import PlanResult
+
+
+def verify(
+    model: Model,
+    workers: Workers = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="Input shape, such as 2x3x224x224; once per input of the model. 2x16:int64:1000 "
+            "is one of whole numbers below 1000.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Number of samples. (default: one per worker, at least 2)"),
+    ] = None,
+    plan: Annotated[str | None, typer.Option(help="A plan file to verify.")] = None,
+    split: Split = None,
+    random_plans: Annotated[int, typer.Option(help="How many random plans to verify.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first random plan.")] = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Compare the outputs of evaluation mode only.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and inputs: float64, float32, bfloat16 or float16.")
+    ] = "float64",
+    device: Annotated[str, typer.Option(help="Where all ranks compute: cpu or cuda.")] = "cpu",
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Prove that plans compute what one device computes.
+
+    Trains the model three steps, under each plan and on one device, and compares outputs, losses,
+    every gradient, running statistics and weights. Without --plan, --split or --random-plans, the
+    samples are split over the workers. A tensor that differs by more than its dtype usually rounds
+    is judged by what one device makes of a change in the last bit. Exit code 1 means that some
+    tensor differs by more than that. Also runs under torchrun or mpirun.
+    """
+    from shardwise.specs.model_spec import parse_split
+    from shardwise.verify.by_name import Request, verify_model
+    from shardwise.verify.inputs import parse_input
+
+    inputs = [parse_input(text) for text in shape or []]
+    request = Request(
+        spec=model,
+        workers=workers,
+        shapes=tuple(dims for dims, _ in inputs),
+        kinds=tuple(kind for _, kind in inputs),
+        batch=batch,
+        plan_file=plan,
+        split=parse_split(split) if split is not None else {},
+        num_random=random_plans,
+        seed=seed,
+        training=not evaluate,
+        dtype=dtype,
+        device=device,
+        options=model_options(option, num_classes),
+    )
+    with working(f"verifying {model}"):
+        results = verify_model(request)
+    _print_results(results)
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+def _print_results(results: list[PlanResult]) -> None:
+    """A table per plan and a few lines about all; nothing on ranks that have no results."""
+    from rich.console import Console
+
+    from shardwise.cli.tables import verify_table
+    from shardwise.verify.results import summary
+
+    console = Console(highlight=False)
+    for result in results:
+        console.print(verify_table(result))
+    for line in summary(results) if results else ():
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def kernels(
+    model: Model,
+    batch: Annotated[int, typer.Option(help="Samples per step.")] = 64,
+    shape: Shapes = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Number of threads. (default: as torch has it)")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="keep (NCHW) or channels_last.")] = "keep",
+    memory: Annotated[
+        str | None, typer.Option(help="Workspace of a kernel, such as 64MiB.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Without Winograd's kernels, which round more.")
+    ] = False,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Time every convolution kernel on every layer of a model, and show which one is fastest.
+
+    One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
+    timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
+    """
+    from shardwise.cli.kernel_table import Wish, kernel_table, time_kernels
+    from shardwise.specs.model_spec import parse_shape
+
+    wish = Wish(
+        spec=model,
+        shape=parse_shape(shape[0]) if shape else None,
+        batch=batch,
+        threads=threads,
+        layout=layout,
+        memory=memory,
+        exact=exact,
+        options=model_options(option, num_classes),
+    )
+    with working(f"timing the kernels of {model}") as status:
+        rows = time_kernels(wish, lambda name: status.update(f"timing {model}: {name}"))
+    if json:
+        print(dumps([row.data() for row in rows]))
+    else:
+        wide_console().print(kernel_table(model, rows))
+
+
+def probe(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Models whose layers are timed: as planning them will ask."),
+    ] = None,
+    workers: Workers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.yaml"),
+    again: Annotated[bool, typer.Option("--again", help="Time known layers anew.")] = False,
+    sums: Annotated[
+        bool, typer.Option("--sums", help="Find the fastest all-reduce by group and size.")
+    ] = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Measure this machine, or the workers of a launcher, into a cluster file.
+
+    Measures the links (latency and bandwidth of messages and of sums), the device, and the forward
+    and backward time of every share of a layer that planning the given models needs. Times of
+    layers are kept in ~/.cache/shardwise (or $SHARDWISE_CACHE) for the next time.
+    """
+    from shardwise.measure.cluster_file import probe as probe_machine
+    from shardwise.specs.model_spec import parse_shape
+    from shardwise.specs.request import Question
+
+    questions = [
+        Question(
+            spec=model,
+            batch=batch,
+            shapes=tuple(map(parse_shape, shape or [])),
+            options=model_options(option, num_classes),
+        )
+        for model in models or []
+    ]
+    found = probe_machine(questions, workers, again, sums)
+    if found is not None:
+        found.save(out)
+        print(found.to_yaml().rstrip())
+        print(f"written to {out}; use it with --cluster {out}")

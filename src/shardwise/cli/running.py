@@ -1,0 +1,144 @@
+"""Commands around training runs: `train`, `pack`, `report`, `export` and `emulate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.options import working
+from shardwise.cli.train_options import with_options
+from shardwise.errors import ShardwiseError
+from shardwise.training.settings import Settings
+
+
+def run(settings: Settings) -> None:
+    """Train a model, as settings say: those of a YAML file, and those of the command line.
+
+    With nothing given it trains a small network on scikit-learn's digits. Runs on local workers, or
+    on those that torchrun, mpirun or srun has started. Settings, metrics, checkpoints and a report
+    are written to the folder of the run; a run that was ended goes on with --resume, on any number
+    of workers. SIGTERM makes a checkpoint and ends.
+    """
+    from shardwise.training.start import train as run_training
+
+    start = time.perf_counter()
+    history = run_training(settings)
+    if history and history[-1].accuracy is not None:
+        seconds = time.perf_counter() - start
+        accuracy = 100 * history[-1].accuracy
+        number = history[-1].number
+        epochs = "1 epoch" if number == 1 else f"{number} epochs"
+        print(f"test accuracy {accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
+
+
+train = with_options(run, "train")
+
+
+def pack(
+    source: Annotated[
+        str, typer.Argument(help="digits, synthetic:100x3x32x32, or a folder of samples.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The store to write; it must not exist.")],
+    stripes: Annotated[int, typer.Option(help="Over how many files samples are dealt.")] = 32,
+    on_error: Annotated[
+        str, typer.Option(help="What a sample that cannot be read does: raise, or skip.")
+    ] = "raise",
+    subset: Annotated[
+        str | None, typer.Option(help="Of digits and CIFAR-10: train, test or all.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Of a folder of images: resize them, such as 224x224.")
+    ] = None,
+    num_classes: Annotated[
+        int | None, typer.Option(help="Of arrays and synthetic samples.")
+    ] = None,
+) -> None:
+    """Pack samples into a store: memory-mapped stripes with checksums, for reading in part.
+
+    A folder holds CIFAR-10's binary files, images.npy and labels.npy, a zarr group with images and
+    labels, JPEG and PNG images in a subfolder per class, or a store.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
+    from shardwise import data
+    from shardwise.data.opening import open_lazily
+    from shardwise.specs.model_spec import parse_shape
+
+    height_width = parse_shape(size) if size is not None else None
+    if height_width is not None and len(height_width) != 2:
+        raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
+    opened = open_lazily(source, on_error, subset, height_width, num_classes)
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"packing {escape(source)}", total=len(opened))
+        left_out = data.pack(
+            opened,
+            folder,
+            num_stripes=stripes,
+            on_error=on_error,
+            sample_done=lambda: progress.advance(task),
+        )
+    for reason in left_out.values():
+        print(f"left out: {reason}", file=sys.stderr)
+    print(f"{len(opened) - len(left_out)} samples in {folder}, {len(left_out)} left out")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. (default: report.html in the folder)")
+    ] = None,
+) -> None:
+    """Write the report of a training run: one HTML page, works offline.
+
+    Shows the plan over the layer graph with its costs, predicted against measured times, the
+    timeline of a step, curves of the training, memory, and the comparison with other plans.
+    """
+    from shardwise.report import write_report
+
+    with working(f"reporting on {run}"):
+        page = write_report(run, out)
+    print(f"written to {page}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    out: Annotated[Path, typer.Argument(help="The file to write: .pt or .safetensors.")],
+    step: Annotated[int | None, typer.Option(help="Which step. (default: the last)")] = None,
+) -> None:
+    """Write a checkpoint of a run as a plain state_dict, for the original nn.Module."""
+    from shardwise.checkpoint import export as export_state
+
+    print(f"written to {export_state(run, out, step)}")
+
+
+def emulate(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- CMD", help="The command that every rank runs.")
+    ],
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")],
+    link: Annotated[str, typer.Option(help="Rate of every host's link, such as 1gbit.")],
+    per_switch: Annotated[int | None, typer.Option(help="Hosts on each switch.")] = None,
+    uplink: Annotated[
+        str | None, typer.Option(help="Rate of every switch's uplink. (default: as --link)")
+    ] = None,
+    per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that ranks get to end after one has failed.")
+    ] = 60.0,
+) -> None:
+    """Run a command on emulated hosts of this machine: network namespaces with shaped links.
+
+    Sets the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, ...) and prefixes every
+    line with its host. Needs root on Linux. Nothing is left behind, whatever happens.
+    """
+    from shardwise.launch.emulate import Wiring, run_on_hosts
+
+    wiring = Wiring.of(hosts, link, per_switch, uplink)
+    raise typer.Exit(run_on_hosts(wiring, command, per_host, grace))

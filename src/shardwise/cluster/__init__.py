@@ -1,0 +1,1 @@
+"""Describe: the devices of a cluster, its links, and what was measured on them."""

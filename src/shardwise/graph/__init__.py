@@ -1,0 +1,1 @@
+"""Describe: a model as layers and edges, as frozen data."""

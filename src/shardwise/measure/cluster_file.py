@@ -1,0 +1,200 @@
+"""`shardwise probe`: a cluster file from measurements on the workers themselves."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils import _pytree as pytree
+
+from shardwise.cluster.cluster import Cluster, Link
+from shardwise.cluster.measured_sums import Winner
+from shardwise.comm import Communicator
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.launch.workers import (
+    choose_world,
+    init_from_environment,
+    launched_switches,
+    run_local,
+    under_launcher,
+)
+from shardwise.measure.calibrate import Step, calibrated, calibration_plans
+from shardwise.measure.racing import Figures, measure_figures, measure_sums
+from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
+from shardwise.operators import Split
+from shardwise.planner.costs import Costs, Training
+from shardwise.planner.layer_times import TimeTable, Work, all_works, first_layers, timer_for
+from shardwise.runtime.parallel import parallelize
+from shardwise.specs.model_spec import load_model
+from shardwise.specs.request import Question
+
+Times = dict[str, tuple[float, float]]  # of shares by their keys, forward and backward
+STEPS = 3  # of each plan that shows what messages cost amid computation
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank measured."""
+
+    speeds: Speeds
+    device: str
+    times: Times
+    steps: list[list[float]]  # seconds of each model's calibration plans
+    figures: Figures | None = None  # of messages at a switch and across, where sums were raced
+    winners: tuple[Winner, ...] = ()
+
+
+def probe(
+    questions: list[Question],
+    workers: int | None = None,
+    again: bool = False,
+    sums: bool = False,
+) -> Cluster | None:
+    """Measures links, devices and the layers that planning these models needs.
+
+    A few steps of each model show what messages cost amid computation. Times of layers that were
+    measured before are kept; `again` measures them anew. `sums` finds the fastest algorithm for
+    every group and size. Under a launcher rank 0 gets the cluster, the others None.
+    """
+    world = choose_world(workers)
+    graphs = [question.graph(world) for question in questions]
+    wanted = wanted_works(graphs, world)
+    if under_launcher():
+        init_from_environment()
+        gathered = Communicator().gather_objects(_measure(wanted, questions, again, sums))
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not first:
+            return None
+        found: list[Found] = gathered
+    else:
+        found = run_local(_measure, world, wanted, questions, again, sums)
+    _keep(found)
+    memory = int(_machine_memory() * 0.9) // world
+    cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
+    cluster = _with_sums(cluster, found[0], launched_switches(world))
+    return _calibrated(cluster, graphs, found) if world > 1 and graphs else cluster
+
+
+def _with_sums(cluster: Cluster, own: Found, switches: tuple[int, ...]) -> Cluster:
+    """The cluster with its winners, and with its switches as a level where there are several."""
+    if own.figures is None:
+        return cluster
+    links, figures = cluster.links, own.figures
+    if switches[-1] > 0:
+        (whole,), per_switch = links, switches.count(0)
+        inner = Link(
+            name="switch",
+            count=per_switch,
+            latency=figures.latency,
+            bandwidth=1.0 / figures.inside,
+            post=whole.post,
+            overlap=whole.overlap,
+        )
+        uplink = {"name": "uplink", "bandwidth": per_switch / figures.across, "shared": False}
+        links = (inner, whole.model_copy(update=uplink))
+    return cluster.model_copy(update={"links": links, "sums": own.winners})
+
+
+def _calibrated(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) -> Cluster:
+    """The cluster whose overheads explain the steps that were run."""
+    steps = []
+    for number, graph in enumerate(graphs):
+        timer = timer_for(cluster, graph)
+        for place, plan in enumerate(calibration_plans(graph, cluster.world)):
+            seconds = max(own.steps[number][place] for own in found)
+            steps.append(Step(plan, graph, timer, Training(), seconds))
+    return calibrated(cluster, steps)
+
+
+def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
+    """Every share of every layer that a search over these models asks for, each once."""
+    works: dict[str, Work] = {}
+    cluster = Cluster.load("local").with_workers(world)
+    for graph in graphs:
+        works |= {
+            work.key: work for work in all_works(_splits(graph, cluster), first_layers(graph))
+        }
+    return list(works.values())
+
+
+def _splits(graph: LayerGraph, cluster: Cluster) -> list[Split]:
+    candidates = Costs(graph, cluster).candidates
+    return [
+        Split(layer, config, cluster.world)
+        for layer in graph.layers
+        for config in candidates.configs(layer, graph.batch)
+    ]
+
+
+def _measure(
+    wanted: list[Work], questions: list[Question], again: bool, sums: bool = False
+) -> Found:
+    """What this rank measures, all ranks at once as in training."""
+    comm = Communicator()
+    device = device_name(torch.get_num_threads())
+    known = TimeTable(device) if again else TimeTable.load(device)
+    missing = comm.gather_objects(known.missing(wanted))[0]  # rank 0's, so that all agree
+    speeds = measure_speeds(comm)
+    console = Console(stderr=True, quiet=comm.rank != 0)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("timing layers", total=len(missing))
+        times = measure_works(missing, lambda done: progress.update(task, completed=done))
+        steps = []
+        for question in progress.track(questions if comm.size > 1 else [], description="steps"):
+            steps.append(_steps(question, comm))
+    if not sums or comm.size == 1:
+        return Found(speeds, device, times, steps)
+    switches = launched_switches(comm.size)
+    figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
+    return Found(speeds, device, times, steps, figures, winners)
+
+
+def _steps(question: Question, comm: Communicator) -> list[float]:
+    """Seconds of a training step of the model under each calibration plan, the median of few."""
+    graph = question.graph(comm.size)
+    inputs = [torch.rand(graph[name].shape) for name in graph.inputs]
+    found = []
+    for plan in calibration_plans(graph, comm.size):
+        model = parallelize(load_model(question.spec, **question.options), plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        seconds = []
+        for _ in range(1 + STEPS):
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            outputs = [y for y in pytree.tree_leaves(model(*inputs)) if isinstance(y, torch.Tensor)]
+            sum(y.square().mean() for y in outputs).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            comm.gather_objects(None)
+            seconds.append(time.perf_counter() - start)
+        found.append(statistics.median(seconds[1:]))
+    return found
+
+
+def _keep(found: list[Found]) -> None:
+    """Adds the median over ranks of every new time to the table on disk."""
+    TimeTable(found[0].device, _median_times([own.times for own in found])).save()
+
+
+def _median_times(ranks: list[Times]) -> Times:
+    """The median over ranks of what each share takes, forward and backward."""
+    found: Times = {}
+    for key in ranks[0]:
+        forward, backward = zip(*(own[key] for own in ranks), strict=True)
+        found[key] = (statistics.median(forward), statistics.median(backward))
+    return found
+
+
+def _machine_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 8 << 30

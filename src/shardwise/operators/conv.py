@@ -1,0 +1,321 @@
+"""Convolutions and linear layers: samples, space, filters and input channels may all be split.
+
+x_NCHW, w_FCRS, y_NFHW. P2's stationary-x is a split of c, stationary-y of f, stationary-w of both.
+A rank with coordinates (c, f) holds the weight block (f, c), needs the input channels of block c
+and computes a partial sum of the filters of block f; partial sums are added over c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.layer_graph import Layer
+from shardwise.kernels.tuner import convolution
+from shardwise.operators.strategy import Local, Need, Split, Strategy, whole
+
+
+class Contraction(Strategy):
+    """A product with a weight, over channels: what convolutions and linear layers share."""
+
+    channel_dim = 1
+    joint_channels = False
+    keeps_inputs = True
+
+    def partial(self, split: Split) -> Layout | None:
+        if split.config.c == 1:
+            return None
+        shape = split.layer.shape
+        ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
+        dim = self.channel_dim % len(shape)
+        ranges[dim] = split.ranges(shape[dim], "f")
+        return Layout.of(shape, ranges)
+
+    def bias(self, split: Split) -> Need:
+        """Only the first of the ranks whose partial sums are added carries the bias."""
+        num_filters = split.layer.shape[self.channel_dim]
+        first = (split.coordinates["c"] == 0)[:, None]
+        return Need(Layout.of((num_filters,), [split.ranges(num_filters, "f") * first]))
+
+
+class GatheredLinear(torch.autograd.Function):
+    """A linear layer whose weights' gradient every rank computes whole, for all samples (P3).
+
+    Inputs and errors are gathered while the backward pass goes on; the runtime says when the
+    gradient is computed from them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, local):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.local = local
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        if of_weight or of_bias:
+            starts = zip(ctx.local.gather, (x, dy), strict=True)
+            coming = tuple(start(t) for start, t in starts)
+            ctx.local.later(partial(_gathered_gradients, coming, of_weight, of_bias))
+        return dy @ weight if of_x else None, None, None, None
+
+
+def _gathered_gradients(
+    coming: tuple[Callable[[], torch.Tensor], ...], of_weight: bool, of_bias: bool
+) -> list[torch.Tensor | None]:
+    """The gradients of weight and bias, from the inputs and errors of all samples."""
+    inputs, errors = (wait().flatten(0, -2) for wait in coming)
+    return [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
+
+
+class Linear(Contraction):
+    """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
+
+    channel_dim = -1
+    can_gather = True
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        num_filters, num_channels = layer.operands[1].shape
+        return super().axes(layer) | {"f": num_filters, "c": num_channels}
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        x, weight = split.layer.operands[:2]
+        filters, channels = weight.shape
+        lead = [split.dim_ranges(dim) for dim in range(len(x.shape) - 1)]
+        inputs = Layout.of(x.shape, [*lead, split.ranges(channels, "c")])
+        block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
+        needs = [Need(inputs), Need(block)]
+        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+
+    def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
+        if split.config.gradient == "sum" or split.config.n == 1:
+            return ()
+        held = self.needs(split)[0].layout, self.output(split)
+        return tuple((layout, whole(split, layout.shape)) for layout in held)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = [*tensors, None][:3]
+        bias = bias if bias is not None and bias.numel() else None
+        if local.gather:
+            x = x if x.numel() else x.reshape(*x.shape[:-1], weight.shape[1])  # no samples here
+            y: torch.Tensor = GatheredLinear.apply(x, weight, bias, local)  # type: ignore
+            return y.reshape(local.output.shape)
+        return functional.linear(x, weight, bias)
+
+    def flops(self, split: Split) -> np.ndarray:
+        rows = (self.partial(split) or self.output(split)).numels
+        weight = self.needs(split)[1].layout
+        return 2.0 * rows * (weight.bounds[:, 1, 1] - weight.bounds[:, 1, 0])
+
+
+def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:
+    """The input range that an output range reads; it may reach into the padding."""
+    starts = ranges[:, 0] * stride - left
+    stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
+    empty = ranges[:, 1] <= ranges[:, 0]
+    return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
+
+
+class Conv(Contraction):
+    """Convolution in any number of spatial dimensions."""
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        weight = layer.operands[1].shape
+        channels = weight[1] if layer.attrs["groups"] == 1 else 1
+        axes = super().axes(layer) | {"f": layer.shape[1], "c": channels}
+        return axes if channels > 1 else {a: k for a, k in axes.items() if a != "c"}
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        x = split.layer.operands[0]
+        filters = split.ranges(split.layer.shape[1], "f")
+        channels = self.channels(split, filters)
+        space = [self.space(split, dim) for dim in range(len(x.shape) - 2)]
+        inputs = Layout.of(x.shape, [split.dim_ranges(0), channels, *space])
+        needs = [Need(inputs), Need(self.weight(split, filters))]
+        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+
+    def channels(self, split: Split, filters: Ranges) -> Ranges:
+        """Input channels: those of block c, or those of the groups these filters belong to."""
+        num_channels, groups = split.layer.operands[0].shape[1], split.layer.attrs["groups"]
+        if groups == 1:
+            return split.ranges(num_channels, "c")
+        per_group = split.layer.shape[1] // groups
+        first, last = filters[:, 0] // per_group, -(-filters[:, 1] // per_group)
+        return np.stack([first, last], axis=1) * (num_channels // groups)
+
+    def weight(self, split: Split, filters: Ranges) -> Layout:
+        shape = split.layer.operands[1].shape
+        whole_group = split.layer.attrs["groups"] > 1
+        channels = split.whole(shape[1]) if whole_group else split.ranges(shape[1], "c")
+        return Layout.of(shape, [filters, channels, *map(split.whole, shape[2:])])
+
+    def space(self, split: Split, dim: int) -> Ranges:
+        """The rows an output block reads, halo and padding included; all, if there is no split."""
+        attrs, size = split.layer.attrs, split.layer.operands[0].shape[2 + dim]
+        if split.dim_degree(2 + dim) == 1 and self.stock_padding(split.layer, dim) is not None:
+            return np.where(split.used[:, None], [[0, size]], 0)
+        ranges = split.dim_ranges(2 + dim)
+        left = attrs["pads"][dim][0]
+        return window(
+            ranges, attrs["kernel"][dim], attrs["stride"][dim], left, attrs["dilation"][dim]
+        )
+
+    @staticmethod
+    def stock_padding(layer: Layer, dim: int) -> int | None:
+        """The padding the stock operator can do itself, if it is the same on both sides."""
+        left, right = layer.attrs["pads"][dim]
+        return left if left == right else None
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = [*tensors, None][:3]
+        extent = local.attrs["dilation"][-1] * (local.attrs["kernel"][-1] - 1) + 1
+        if _narrow(local, x, extent + local.attrs["stride"][-1]):
+            return self.run(local, [t.float() for t in tensors]).to(x.dtype)
+        bias = bias if bias is not None and bias.numel() else None
+        paddings = [self.stock_padding(local.layer, dim) for dim in range(x.ndim - 2)]
+        padding = [
+            0 if local.is_split(2 + dim) or p is None else p for dim, p in enumerate(paddings)
+        ]
+        return _grouped(local, x, weight, bias, padding)
+
+    def flops(self, split: Split) -> np.ndarray:
+        outputs = (self.partial(split) or self.output(split)).numels
+        block = self.needs(split)[1].layout
+        taps = (block.bounds[:, 1:, 1] - block.bounds[:, 1:, 0]).prod(axis=1)
+        return 2.0 * outputs * taps
+
+
+def _narrow(local: Local, x: torch.Tensor, width: int) -> bool:
+    """Whether the stock convolution may be wrong: strides over blocks no wider than this.
+
+    With AVX-512, torch 2.11 leaves outputs of width 1 unwritten in 16 bits on CPUs, and so the
+    gradients of such inputs of transposed convolutions.
+    """
+    halves = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
+    return halves and local.attrs["stride"][-1] > 1 and x.shape[-1] <= width
+
+
+def group_chunks(start: int, stop: int, per_group: int) -> list[tuple[int, int]]:
+    """Filters [start, stop) cut into part of a group, whole groups, part of a group.
+
+    >>> group_chunks(1, 8, 3)
+    [(1, 3), (3, 6), (6, 8)]
+    """
+    first = min(-(-start // per_group) * per_group, stop)
+    last = max(stop // per_group * per_group, first)
+    edges = sorted({start, first, last, stop})
+    return list(pairwise(edges))
+
+
+def _grouped(
+    local: Local,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    padding: list[int],
+) -> torch.Tensor:
+    """A convolution of the local filters, which may begin or end inside a group."""
+    attrs, groups = local.attrs, local.attrs["groups"]
+    fixed = (attrs["stride"], padding, attrs["dilation"])
+    start, stop = local.output.starts[1], local.output.stops[1]
+    if groups == 1:
+        return convolution(x, weight, bias, *fixed, 1)
+    per_group = local.layer.shape[1] // groups
+    width = local.layer.operands[0].shape[1] // groups
+    parts = []
+    for a, b in group_chunks(start, stop, per_group):
+        first, last = a // per_group, -(-b // per_group)
+        channels = slice(first * width - local.needs[0].starts[1], None)
+        x_part = x[:, channels][:, : (last - first) * width]
+        rows = slice(a - start, b - start)
+        b_part = bias[rows] if bias is not None else None
+        parts.append(convolution(x_part, weight[rows], b_part, *fixed, last - first))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class ConvTranspose(Conv):
+    """Transposed convolution; w is [C, F / groups, R, S]."""
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        channels = layer.operands[0].shape[1] if layer.attrs["groups"] == 1 else 1
+        axes = Strategy.axes(self, layer) | {"f": layer.shape[1], "c": channels}
+        return axes if channels > 1 else {a: k for a, k in axes.items() if a != "c"}
+
+    def weight(self, split: Split, filters: Ranges) -> Layout:
+        shape, groups = split.layer.operands[1].shape, split.layer.attrs["groups"]
+        channels = self.channels(split, filters)
+        if groups > 1:  # blocks of filters may share a group: keep the channels' rows whole
+            return Layout.of(shape, [channels, *map(split.whole, shape[1:])])
+        return Layout.of(shape, [channels, filters, *map(split.whole, shape[2:])])
+
+    def space(self, split: Split, dim: int) -> Ranges:
+        """The inputs i with i * stride - padding + tap inside the output block."""
+        attrs, size = split.layer.attrs, split.layer.operands[0].shape[2 + dim]
+        if split.dim_degree(2 + dim) == 1:
+            return split.whole(size)
+        ranges = split.dim_ranges(2 + dim)
+        stride, padding = attrs["stride"][dim], attrs["padding"][dim]
+        reach = attrs["dilation"][dim] * (attrs["kernel"][dim] - 1)
+        starts = -(-(ranges[:, 0] + padding - reach) // stride)
+        stops = (ranges[:, 1] - 1 + padding) // stride + 1
+        return np.clip(np.stack([starts, stops], axis=1), 0, size) * split.used[:, None]
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, weight, bias = [*tensors, None][:3]
+        if _narrow(local, x, 1):
+            return self.run(local, [t.float() for t in tensors]).to(x.dtype)
+        if x.numel() == 0:  # only positions that no input reaches
+            y = weight.new_zeros(local.output.shape)
+        else:
+            y = self._filters(local, x, weight)
+        return y if bias is None or not bias.numel() else y + bias.view(-1, *[1] * (y.ndim - 2))
+
+    def _filters(self, local: Local, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Whole groups are computed; the local filters may begin or end inside one."""
+        if local.attrs["groups"] == 1:
+            return self._positions(local, x, weight, 1)
+        per_group = weight.shape[1]
+        start, stop = local.output.starts[1], local.output.stops[1]
+        first, last = start // per_group, -(-stop // per_group)
+        y = self._positions(local, x, weight, last - first)
+        return y[:, start - first * per_group : stop - first * per_group]
+
+    def _positions(
+        self, local: Local, x: torch.Tensor, weight: torch.Tensor, groups: int
+    ) -> torch.Tensor:
+        """Split dimensions: every position these inputs reach, cut to the output block."""
+        attrs, shape = local.attrs, local.layer.shape
+        stride, dilation = attrs["stride"], attrs["dilation"]
+        padding, extra, crops = [], [], []
+        for dim, (k, s, p, d) in enumerate(
+            zip(attrs["kernel"], stride, attrs["padding"], dilation, strict=True)
+        ):
+            size = x.shape[2 + dim]
+            if not local.is_split(2 + dim):
+                padding.append(p)
+                extra.append(shape[2 + dim] - ((size - 1) * s - 2 * p + d * (k - 1) + 1))
+                crops = [0, 0, *crops]
+            else:
+                padding.append(0)
+                extra.append(0)
+                origin = local.needs[0].starts[2 + dim] * s - p
+                reached = origin + (size - 1) * s + d * (k - 1) + 1
+                left = origin - local.output.starts[2 + dim]
+                crops = [left, local.output.stops[2 + dim] - reached, *crops]
+        y = torch.convolution(x, weight, None, stride, padding, dilation, True, extra, groups)
+        return functional.pad(y, crops) if any(crops) else y
+
+    def flops(self, split: Split) -> np.ndarray:
+        inputs = self.needs(split)[0].layout.numels
+        shape = split.layer.operands[1].shape
+        filters = split.ranges(split.layer.shape[1], "f")
+        per_group = (filters[:, 1] - filters[:, 0]) / split.layer.attrs["groups"]
+        return 2.0 * inputs * per_group * float(np.prod(shape[2:]))

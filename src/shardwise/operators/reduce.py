@@ -1,0 +1,104 @@
+"""Reductions over whole dimensions, and operators that need a dimension whole."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import torch
+
+from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.layer_graph import Layer
+from shardwise.operators.strategy import LABEL_AXES, Local, Need, Split, Strategy, narrow
+
+SPACE = ("d", "h", "w")
+
+
+class Reduce(Strategy):
+    """Mean, sum, max and min over dimensions.
+
+    Sums and means may be split over the spatial dimensions they reduce: every rank sums its part,
+    and the parts are added into channels split over those ranks as well.
+    """
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        return super().axes(layer) | self._summed(layer)
+
+    def _summed(self, layer: Layer) -> dict[str, int]:
+        """Spatial axes of reduced dimensions, over which partial sums can be made."""
+        if layer.attrs["kind"] not in ("mean", "sum") or "c" not in layer.dims:
+            return {}
+        labels = layer.attrs["labels"]
+        return {
+            labels[dim]: layer.operands[0].shape[dim]
+            for dim in layer.attrs["dims"]
+            if labels[dim] in SPACE
+        }
+
+    def _input_ranges(self, split: Split) -> list[Ranges]:
+        layer = split.layer
+        reduced, summed = layer.attrs["dims"], self._summed(layer)
+        ranges, out_dim = [], 0
+        for dim, size in enumerate(layer.operands[0].shape):
+            label = layer.attrs["labels"][dim]
+            if dim in reduced:
+                ranges.append(split.ranges(size, label) if label in summed else split.whole(size))
+                out_dim += layer.attrs["keepdim"]
+            else:
+                ranges.append(self._kept(split, out_dim))
+                out_dim += 1
+        return ranges
+
+    def _kept(self, split: Split, dim: int) -> Ranges:
+        return split.dim_ranges(dim)
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        return (Need(Layout.of(split.layer.operands[0].shape, self._input_ranges(split))),)
+
+    def partial(self, split: Split) -> Layout | None:
+        if not any(split.degree(axis) > 1 for axis in self._summed(split.layer)):
+            return None
+        return super().output(split)
+
+    def output(self, split: Split) -> Layout:
+        partial = self.partial(split)
+        if partial is None:
+            return super().output(split)
+        shape, dim = split.layer.shape, split.layer.dims.index("c")
+        axes = LABEL_AXES["c"] + tuple(a for a in SPACE if a in self._summed(split.layer))
+        ranges = [split.dim_ranges(d) for d in range(len(shape))]
+        ranges[dim] = split.ranges(shape[dim], *axes)
+        return Layout.of(shape, ranges)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        (x,) = tensors
+        kind, dims, keepdim = (local.attrs[k] for k in ("kind", "dims", "keepdim"))
+        if kind in ("amax", "amin"):
+            y = getattr(x, kind)(dims, keepdim)
+        else:
+            held = prod(x.shape[d] for d in dims)
+            y = x.mean(dims, keepdim) if kind == "mean" else x.sum(dims, keepdim)
+            total = prod(local.layer.operands[0].shape[d] for d in dims)
+            y = y * (held / total) if kind == "mean" and held != total else y
+        return y.reshape(local.output.shape)
+
+    def flops(self, split: Split) -> np.ndarray:
+        return self.needs(split)[0].layout.numels.astype(float)
+
+
+class WholeDim(Strategy):
+    """Softmax and the like: one dimension is needed whole, then cut to the block."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        shape, whole_dim = split.layer.shape, split.layer.attrs["dim"]
+        ranges = [
+            split.whole(size) if dim == whole_dim else split.dim_ranges(dim)
+            for dim, size in enumerate(shape)
+        ]
+        return (Need(Layout.of(shape, ranges)),)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return narrow(local.layer.call(tensors), local.needs[0], local.output)
+
+    def flops(self, split: Split) -> np.ndarray:
+        return 4.0 * self.needs(split)[0].layout.numels

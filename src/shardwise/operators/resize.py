@@ -1,0 +1,103 @@
+"""Interpolation to another size, nearest or linear in any number of dimensions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from shardwise.geometry.layout import Layout
+from shardwise.graph.layer_graph import Layer
+from shardwise.operators.strategy import Local, Need, Split, Strategy
+
+STOCK_MODES = {
+    ("nearest", 1): "nearest",
+    ("nearest", 2): "nearest",
+    ("nearest", 3): "nearest",
+    ("linear", 1): "linear",
+    ("linear", 2): "bilinear",
+    ("linear", 3): "trilinear",
+}
+
+
+class Interpolate(Strategy):
+    """Each output position reads one or two neighbours per dimension."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        shape = split.layer.operands[0].shape
+        ranges = [split.dim_ranges(0), split.dim_ranges(1)]
+        for dim in range(2, len(shape)):
+            if split.dim_degree(dim) == 1:
+                ranges.append(split.whole(shape[dim]))
+                continue
+            low, high, _ = taps(split.layer, dim)
+            cut = split.dim_ranges(dim)
+            filled = cut[:, 1] > cut[:, 0]
+            first = low[np.where(filled, cut[:, 0], 0)]
+            last = high[np.where(filled, cut[:, 1] - 1, 0)]
+            ranges.append(np.stack([first, last + 1], axis=1) * filled[:, None])
+        return (Need(Layout.of(shape, ranges)),)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        (x,) = tensors
+        if not any(local.is_split(dim) for dim in range(2, x.ndim)):
+            return self._stock(local, x)
+        for dim in range(2, x.ndim):
+            x = self._along(local, x, dim)
+        return x
+
+    @staticmethod
+    def _stock(local: Local, x: torch.Tensor) -> torch.Tensor:
+        attrs = local.attrs
+        size = None if attrs["scales"] else local.layer.shape[2:]
+        mode = STOCK_MODES[attrs["mode"], x.ndim - 2]
+        return functional.interpolate(
+            x, size, attrs["scales"], mode, align_corners=attrs["align_corners"]
+        )
+
+    @staticmethod
+    def _along(local: Local, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """One dimension: the two neighbours, weighted."""
+        low, high, weight = taps(local.layer, dim)
+        cut = slice(local.output.starts[dim], local.output.stops[dim])
+        origin = local.needs[0].starts[dim]
+
+        def pick(index: np.ndarray) -> torch.Tensor:
+            return x.index_select(dim, torch.from_numpy(index[cut] - origin).to(x.device))
+
+        if local.attrs["mode"] == "nearest":
+            return pick(low)
+        shape = [-1 if d == dim else 1 for d in range(x.ndim)]
+        w = torch.from_numpy(weight[cut]).to(x).view(shape)
+        return pick(low) * (1 - w) + pick(high) * w
+
+
+def taps(layer: Layer, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every output index: the lower and upper neighbour and the upper one's weight."""
+    attrs = layer.attrs
+    size, outputs = layer.operands[0].shape[dim], layer.shape[dim]
+    index = np.arange(outputs, dtype=np.float64)
+    scale = size / outputs
+    if attrs["scales"]:
+        scale = 1.0 / attrs["scales"][dim - 2]
+    if attrs["mode"] == "nearest":
+        low = _nearest(size, outputs, attrs["scales"] and attrs["scales"][dim - 2], layer.dtype)
+        return low, low, np.zeros(outputs)
+    if attrs["align_corners"]:
+        position = index * ((size - 1) / (outputs - 1) if outputs > 1 else 0.0)
+    else:
+        position = np.maximum((index + 0.5) * scale - 0.5, 0.0)
+    low = np.minimum(position.astype(np.int64), size - 1)
+    high = np.minimum(low + 1, size - 1)
+    return low, high, position - low
+
+
+@lru_cache(maxsize=256)
+def _nearest(size: int, outputs: int, scale: float | None, dtype: torch.dtype) -> np.ndarray:
+    """The row that torch picks for every output: its rounding depends on the type of numbers."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = torch.arange(size, dtype=exact).view(1, 1, -1)
+    wanted = None if scale else outputs
+    return functional.interpolate(rows, wanted, scale, "nearest").flatten().long().numpy()

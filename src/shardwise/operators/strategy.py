@@ -1,0 +1,356 @@
+"""What every operator says about itself: its legal splits, what it needs, holds and computes.
+
+Planner, simulator and runtime all read this one description. A strategy is stateless; everything
+it says is a function of a `Split`, i.e. of a layer, its config and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, wraps
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import PlanError
+from shardwise.geometry.box import Box
+from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
+from shardwise.geometry.layout import Layout, Ranges, block
+from shardwise.graph.layer_graph import Layer
+
+# The grid axes that split a dimension of this label. Channels of an output are split by filters
+# and input channels together, linearised (P2): x and y then live in the same layout.
+LABEL_AXES = {"n": ("n",), "d": ("d",), "h": ("h",), "w": ("w",), "c": ("f", "c"), ".": ()}
+
+
+@dataclass(frozen=True)
+class Need:
+    """The box of one operand that each rank needs, and what lies beyond the tensor's edge."""
+
+    layout: Layout
+    fill: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Where each rank stands under a config; the same for all layers that have this config."""
+
+    config: Config
+    world: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, config: Config, world: int) -> Grid:
+        return cls(config, world)
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.config.coordinates(self.world)
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        """The degree of each axis: a number, or one per rank where configs stand side by side."""
+        return dict(zip(AXES, self.config.degrees, strict=True))
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        return self.coordinates["n"] >= 0
+
+    @cached_property
+    def layouts(self) -> dict[tuple[Any, ...], Layout]:
+        """Layouts of outputs, by shape and labels: many layers have the same."""
+        return {}
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
+        return {}
+
+    def ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        if (size, axes) not in self._ranges:
+            self._ranges[size, axes] = self._new_ranges(size, axes)
+        return self._ranges[size, axes]
+
+    def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        index, degree = np.zeros(self.world, dtype=np.int64), 1
+        for axis in axes:
+            index = index * self.degrees[axis] + self.coordinates[axis]
+            degree = degree * self.degrees[axis]
+        found = block(size, index, degree) * self.used[:, None]
+        found.setflags(write=False)
+        return found
+
+
+class Stack(Grid):
+    """Several configs that split the same axes, their ranks side by side.
+
+    What strategies say is computed rank by rank, so that one call answers for all these configs.
+    """
+
+    def __init__(self, configs: tuple[Config, ...], world: int) -> None:
+        super().__init__(configs[0], world * len(configs))
+        object.__setattr__(self, "configs", configs)
+        self.configs: tuple[Config, ...]
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        world = self.world // len(self.configs)
+        each = [config.coordinates(world) for config in self.configs]
+        return {axis: np.concatenate([c[axis] for c in each]) for axis in AXES}
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        world = self.world // len(self.configs)
+        each = np.array([config.degrees for config in self.configs])
+        return {axis: np.repeat(each[:, i], world) for i, axis in enumerate(AXES)}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A layer under a config, on so many ranks."""
+
+    layer: Layer
+    config: Config
+    world: int
+    stack: Stack | None = None
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, layer: Layer, config: Config, world: int) -> Split:
+        """The split, made once: what it computes is remembered with it."""
+        return cls(layer, config, world)
+
+    @classmethod
+    def stacked(cls, layer: Layer, stack: Stack) -> Split:
+        """The layer under all configs of a stack; `config` stands for all in what is split."""
+        return cls(layer, stack.config, stack.world, stack)
+
+    @cached_property
+    def memory(self) -> dict[tuple[str, str], Any]:
+        """What strategies have said about this split, see `remembered`."""
+        return {}
+
+    @cached_property
+    def grid(self) -> Grid:
+        return self.stack or Grid.of(self.config, self.world)
+
+    @property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.grid.coordinates
+
+    @property
+    def used(self) -> np.ndarray:
+        return self.grid.used
+
+    def degree(self, *axes: str) -> int:
+        return prod(getattr(self.config, axis) for axis in axes)
+
+    def ranges(self, size: int, *axes: str) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        return self.grid.ranges(size, axes)
+
+    def dim_ranges(self, dim: int) -> Ranges:
+        """Each rank's range of one dimension of the output."""
+        return self.ranges(self.layer.shape[dim], *LABEL_AXES[self.layer.dims[dim]])
+
+    def dim_degree(self, dim: int) -> int:
+        return self.degree(*LABEL_AXES[self.layer.dims[dim]])
+
+    def whole(self, size: int) -> Ranges:
+        """The whole range, on the ranks that are used."""
+        return self.grid.ranges(size, ())
+
+
+Wait = Callable[[], torch.Tensor]
+Gradients = Callable[[], list[torch.Tensor | None]]  # of a layer's weights, in their order
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's share of a layer, with what `run` may ask of the runtime."""
+
+    layer: Layer
+    config: Config
+    output: Box  # of the partial result where there is one
+    needs: tuple[Box, ...]
+    sums: Box | None = None  # of the statistics that are summed inside the layer
+    sum: Callable[[torch.Tensor], torch.Tensor] | None = None  # sums them over the ranks
+    gather: tuple[Callable[[torch.Tensor], Wait], ...] = ()  # start these, see Strategy.gathers
+    later: Callable[[Gradients], object] | None = None  # computes weights' gradients when due
+    module: Any = None
+    in_place: bool = False  # the first operand is read by nobody else and may be overwritten
+    moved: bool = False  # others read a moved copy of the output, so nobody keeps the output itself
+    device: torch.device | None = None  # where tensors that are made here belong
+
+    @property
+    def attrs(self) -> Any:
+        return self.layer.attrs
+
+    def is_split(self, dim: int) -> bool:
+        """Whether this dimension of the output is cut at all."""
+        degree = prod(getattr(self.config, a) for a in LABEL_AXES[self.layer.dims[dim]])
+        return degree > 1
+
+    def tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The operands in the operator's fixed order, None for those left out."""
+        present = iter(tensors)
+        return [next(present) if there else None for there in self.attrs["present"]]
+
+
+def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], Any]:
+    """A strategy's answer about a split, given once and kept with the split."""
+    name = method.__qualname__
+
+    @wraps(method)
+    def answer(strategy: Any, split: Split) -> Any:
+        key = (type(strategy).__name__, name)
+        if key not in split.memory:
+            split.memory[key] = method(strategy, split)
+        return split.memory[key]
+
+    return answer
+
+
+class Strategy:
+    """An operator whose output is split by its own labels; a base for all others."""
+
+    joint_channels = True  # f and c split the same dimension, so their product is limited
+    draws = False  # uses random numbers, which every rank must draw to stay in step
+    can_gather = False  # the gradient of its weights may be computed from gathered inputs (P3)
+    free = False  # hands out a view of its operand: no time, no memory
+    degrees_matter = False  # to what it says, beside which axes are split
+    keeps_inputs = False  # for the backward pass
+    always_runs = False  # even if nothing comes of it: torch.export may have told another shape
+    keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
+
+    def __init_subclass__(cls) -> None:
+        for name in ("output", "partial", "needs", "sums"):
+            if name in cls.__dict__:
+                setattr(cls, name, remembered(cls.__dict__[name]))
+
+    def keeps_output(self, layer: Layer) -> bool:
+        """Whether the backward pass reads the output."""
+        return False
+
+    def keeps(self, layer: Layer) -> bool:
+        """Whether the backward pass reads the operands."""
+        return self.keeps_inputs
+
+    def num_sums(self, layer: Layer) -> int:
+        """How many messages of statistics, if any, its forward pass sends one after the other."""
+        return 1
+
+    def axes(self, layer: Layer) -> dict[str, int]:
+        """The axes that may split this layer and their largest degrees."""
+        limits = {}
+        for size, label in zip(layer.shape, layer.dims, strict=True):
+            for axis in LABEL_AXES[label]:
+                limits[axis] = size
+        return limits
+
+    @remembered
+    def output(self, split: Split) -> Layout:
+        """The partition of the output."""
+        key = split.layer.shape, split.layer.dims
+        if key not in split.grid.layouts:
+            ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
+            split.grid.layouts[key] = Layout.of(split.layer.shape, ranges)
+        return split.grid.layouts[key]
+
+    def partial(self, split: Split) -> Layout | None:
+        """The cover of partial results that are summed into `output`, if there are any."""
+        return None
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        """What each rank needs of each operand."""
+        raise NotImplementedError
+
+    def sums(self, split: Split) -> Layout | None:
+        """The cover of statistics summed inside the layer, in forward and in backward."""
+        return None
+
+    def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
+        """What is gathered for the gradient of the weights (P3), each from its layout to another.
+
+        First the operand, then the gradient of the output.
+        """
+        return ()
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The local computation: from the needed boxes to the box of the output."""
+        raise NotImplementedError
+
+    def flops(self, split: Split) -> np.ndarray:
+        """Forward floating-point operations per rank; [world]."""
+        return (self.partial(split) or self.output(split)).numels.astype(float)
+
+    def bytes(self, split: Split, itemsize: int = 4) -> np.ndarray:
+        """Bytes that the forward computation reads and writes per rank; [world]."""
+        read = sum((need.layout.numels for need in self.needs(split)), np.zeros(split.world))
+        written = (self.partial(split) or self.output(split)).numels
+        return (read + written) * float(itemsize)
+
+    def check(self, layer: Layer, config: Config, world: int) -> None:
+        """Raises where this config cannot split this layer."""
+        legal = self.axes(layer)
+        for axis, degree in zip(AXES, config.degrees, strict=True):
+            if degree == 1 or (axis == "n" and axis in legal):  # a batch may be smaller than n
+                continue
+            if axis not in legal:
+                allowed = ", ".join(f"{a} up to {k}" for a, k in legal.items() if a != "n")
+                allowed = ", ".join(filter(None, ["n" if "n" in legal else "", allowed]))
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}) cannot be split over {AXIS_NAMES[axis]} "
+                    f"({axis}={degree}); legal: {allowed or 'one worker'}"
+                )
+            if degree > max(legal[axis], 1):
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}): {axis}={degree} is larger than its "
+                    f"{legal[axis]} {AXIS_NAMES[axis]}; legal: {axis} from 1 to {legal[axis]}"
+                )
+        if max(config.ranks) >= world:
+            raise PlanError(
+                f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
+                f"workers; legal: 0 to {world - 1}"
+            )
+        if config.gradient == "gather" and (config.num_workers != config.n or not self.can_gather):
+            raise PlanError(
+                f"layer {layer.name!r} ({layer.op}): gradient 'gather' is for linear layers that "
+                f"are split over samples only, not for {config}"
+            )
+        joint = LABEL_AXES["c"]
+        if "c" in layer.dims and "c" in legal and self.joint_channels:
+            degree, size = config.f * config.c, layer.shape[layer.dims.index("c")]
+            if degree > max(size, 1):
+                raise PlanError(
+                    f"layer {layer.name!r} ({layer.op}): {' x '.join(joint)} = {degree} is larger "
+                    f"than its {size} channels"
+                )
+
+
+STRAIGHT = Strategy()
+
+
+def whole(split: Split, shape: tuple[int, ...]) -> Layout:
+    """Every used rank needs the whole operand."""
+    return Layout.of(shape, [split.whole(size) for size in shape])
+
+
+def broadcast(split: Split, shape: tuple[int, ...]) -> Layout:
+    """What an output box needs of an operand that is broadcast against the output."""
+    if shape == split.layer.shape:
+        return Strategy.output(STRAIGHT, split)
+    lead = len(split.layer.shape) - len(shape)
+    ranges = [
+        split.whole(1) if size == 1 else split.dim_ranges(lead + dim)
+        for dim, size in enumerate(shape)
+    ]
+    return Layout.of(shape, ranges)
+
+
+def narrow(tensor: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+    """The part `wanted` of a tensor that holds `held`; the tensor itself if they are the same."""
+    return tensor if held == wanted else tensor[wanted.slices_in(held)]

@@ -1,0 +1,1 @@
+"""Decide: what every split of every layer costs, the cheapest plan, and a simulated step."""

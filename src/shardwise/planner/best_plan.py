@@ -1,0 +1,396 @@
+"""The best plan for a model on a cluster, and what any plan is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.geometry.grid import Config
+from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.operators import Split, strategy_of
+from shardwise.planner.candidates import most_workers
+from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.search import Problem, solve
+from shardwise.plans.plan import Plan, fit
+
+GIB = 1 << 30
+SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one layer is predicted to cost under its config, in seconds and bytes."""
+
+    layer: str
+    op: str
+    config: Config
+    compute: float
+    transfer: float  # of what it reads, forward and backward, and inside it
+    update: float
+    moved: int
+    memory: int  # weights, gradients, optimizer and saved activations on its fullest rank
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.transfer + self.update
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted costs of a plan, layer by layer (P4, equation 1)."""
+
+    rows: tuple[Row, ...]
+    memory: int  # the most that any rank holds at once
+    held: tuple[int, ...] = ()  # the same for each rank
+
+    @cached_property
+    def compute(self) -> float:
+        return sum(row.compute for row in self.rows)
+
+    @cached_property
+    def transfer(self) -> float:
+        return sum(row.transfer for row in self.rows)
+
+    @cached_property
+    def update(self) -> float:
+        return sum(row.update for row in self.rows)
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(row.total for row in self.rows)
+
+    @cached_property
+    def moved(self) -> int:
+        return sum(row.moved for row in self.rows)
+
+
+# -- prediction ------------------------------------------------------------------------------------
+
+
+def predict(plan: Plan, costs: Costs) -> Prediction:
+    """What this plan costs, from the same functions that the search minimises."""
+    graph = costs.graph
+    rows, stored, working = [], np.zeros(plan.world), np.zeros(plan.world)
+    memory: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+    for layer in graph.layers:
+        if layer.op == "input":
+            continue
+        config = plan.config(layer, graph)
+        own, place = costs.at(layer, config)
+        transfer, moved = float(own.transfer[place]), float(own.moved[place])
+        buffers = np.zeros(plan.world)
+        for index, name in value_operands(layer):
+            seconds, nbytes = _carried(plan, costs, layer, index, name)
+            transfer, moved = transfer + seconds, moved + nbytes
+            if nbytes > 0:
+                buffers += _buffers(plan, costs, layer, index, name)
+        if (key := (costs.key(layer), config)) not in memory:
+            memory[key] = _memory(Split.of(layer, config, plan.world), costs)
+        stored += memory[key][0]
+        working = np.maximum(working, memory[key][1] + buffers)
+        rows.append(
+            Row(
+                layer.name,
+                str(layer.attrs.get("called", layer.op)),
+                config,
+                float(own.compute[place]),
+                transfer,
+                float(own.update[place]),
+                round(moved),
+                round(float(own.memory[place])),
+            )
+        )
+    rows += [_output_row(plan, costs, name) for name in graph.outputs if name not in graph.inputs]
+    held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
+    return Prediction(tuple(rows), max(held), held)
+
+
+def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes per rank that a layer holds all the time, and while it runs."""
+    kept = costs.saved(split) if costs.training.gradients else 0.0
+    return costs.stored(split) + kept, costs.working(split)
+
+
+def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> tuple[float, float]:
+    """The transfer of one operand: seconds and bytes."""
+    graph, source = costs.graph, costs.graph[name]
+    if source.op == "input":
+        return 0.0, 0.0  # every rank reads its own part
+    return costs.transfer(
+        source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
+    )
+
+
+def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> np.ndarray:
+    """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
+    source, graph = costs.graph[name], costs.graph
+    held = strategy_of(source).output(Split.of(source, plan.config(source, graph), plan.world))
+    split = Split.of(layer, plan.config(layer, graph), plan.world)
+    needed = strategy_of(layer).needs(split)[index].layout
+    return (held.numels + needed.numels) * float(costs.training.itemsize)
+
+
+def _output_row(plan: Plan, costs: Costs, name: str) -> Row:
+    """Carrying an output to all ranks, for the user's loss."""
+    layer = costs.graph[name]
+    own, place = costs.at(layer, plan.config(layer, costs.graph))
+    table = costs.output_table(layer, own.outputs.one(place))
+    seconds, moved = float(table.seconds[0, 0]), float(table.nbytes[0, 0])
+    return Row(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
+
+
+def wanted(plan: Plan, costs: Costs) -> bool:
+    """Whether every rank gets all classes of its part of the output, where its loss needs them."""
+    for layer in map(costs.graph.__getitem__, costs.graph.outputs):
+        own, place = costs.at(layer, plan.config(layer, costs.graph))
+        if costs.unwanted(layer, own.outputs.one(place)).any():
+            return False
+    return True
+
+
+# -- search ----------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Finds plans that minimise the costs of a graph on a cluster."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, self.graph = costs, costs.graph
+        self.layers = [layer for layer in self.graph.layers if layer.op != "input"]
+        if not self.layers:
+            raise PlanError("the model computes nothing, so there is nothing to plan")
+        most_workers({la.name: costs.of(la).configs for la in self.layers}, costs.world)
+
+    @cached_property
+    def _reads(self) -> list[tuple[int, int, int]]:
+        """Who reads whom: the places of both layers, and which operand it is."""
+        place = {layer.name: i for i, layer in enumerate(self.layers)}
+        return [
+            (place[name], place[layer.name], operand)
+            for layer in self.layers
+            for operand, name in value_operands(layer)
+            if name in place
+        ]
+
+    @cached_property
+    def _edges(self) -> list[tuple[int, int, np.ndarray]]:
+        return [
+            (u, v, self.costs.least_edge(self.layers[u], self.layers[v], operand))
+            for u, v, operand in self._reads
+        ]
+
+    def problem(self, hidden: float = 0.0, price: float = 0.0) -> Problem:
+        """The choice of a config per layer, as costs of nodes and edges.
+
+        `hidden` is the part of the updates that overlaps with computation, `price` what a byte of
+        memory costs.
+        """
+        vectors: dict[tuple[int, bool], np.ndarray] = {}
+        nodes = []
+        for layer in self.layers:
+            costs, is_output = self.costs.of(layer), layer.name in self.graph.outputs
+            key = (id(costs), is_output)
+            if key not in vectors:
+                update = costs.update * (1.0 - hidden)
+                vector = costs.compute + costs.transfer + update + price * costs.memory
+                if is_output:
+                    index = costs.outputs.index
+                    vector = vector + self.costs.output_table(layer).seconds[index, 0]
+                    vector[self.costs.unwanted(layer, costs.outputs)[index]] = np.inf
+                vectors[key] = vector
+            nodes.append(vectors[key])
+        return Problem(nodes, self._edges)
+
+    def best(self, hidden: float = 0.0, price: float = 0.0) -> Plan:
+        """The plan of least cost."""
+        solution = solve(self.problem(hidden, price))
+        while self._sharpen(solution.choices):
+            solution = solve(self.problem(hidden, price))
+        chosen = {
+            layer.name: self.costs.of(layer).configs[choice]
+            for layer, choice in zip(self.layers, solution.choices, strict=True)
+        }
+        return complete(self.graph, self.costs.world, chosen)
+
+    def _sharpen(self, choices: Sequence[int]) -> bool:
+        """Makes the costs of transfers between these choices exact; whether any was too low.
+
+        On large clusters transfers are first judged by some of the ranks, which bounds them from
+        below. Choices that are still the best when their own costs are exact are the best of all.
+        """
+        raised = [
+            self.costs.sharpen(self.layers[u], self.layers[v], operand, choices[u], choices[v])
+            for u, v, operand in self._reads
+        ]
+        return any(raised)
+
+    def under(self, cap: int) -> tuple[Plan, Prediction]:
+        """The best plan found whose ranks hold at most so many bytes: memory gets a price."""
+        plan, prediction = self._priced(0.0)
+        if prediction.memory <= cap:
+            return plan, prediction
+        least = self.least_memory()
+        if least[1].memory > cap:
+            raise PlanError(self._does_not_fit(cap, least[1].memory))
+        best, low, high = least, 0.0, self._high_price()
+        for _ in range(20):
+            price = (low + high) / 2 if low else high / 16
+            plan, prediction = self._priced(price)
+            if prediction.memory <= cap:
+                high = price
+                best = min(best, (plan, prediction), key=lambda found: found[1].seconds)
+            else:
+                low = price
+        return best
+
+    @cached_property
+    def unlimited_memory(self) -> int:
+        """What the best plan needs where memory costs nothing."""
+        return self._priced(0.0)[1].memory
+
+    def _priced(self, price: float) -> tuple[Plan, Prediction]:
+        plan = self.best(price=price)
+        return plan, predict(plan, self.costs)
+
+    def _high_price(self) -> float:
+        """A price at which time hardly counts."""
+        seconds = sum(float(self.costs.of(layer).total.max()) for layer in self.layers)
+        return 1e3 * seconds / max(1.0, self._least_sum())
+
+    def _least_sum(self) -> float:
+        return sum(float(self.costs.of(layer).memory.min()) for layer in self.layers)
+
+    def least_memory(self) -> tuple[Plan, Prediction]:
+        """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
+        high = self._high_price()
+        found = [self._priced(price) for price in (high, high / 1e3, high / 1e5, 0.0)]
+        found += list(baselines(self.costs).values())
+        return min(found, key=lambda pair: pair[1].memory)
+
+    def _does_not_fit(self, cap: int, least: int) -> str:
+        text = (
+            f"the model does not fit: a worker may use {size(cap)}, and the least that any plan "
+            f"for {self.costs.world} workers needs is {size(least)}"
+        )
+        for workers in _doublings(self.costs.world):
+            try:
+                cluster = self.costs.cluster.with_workers(workers)
+                costs = Costs(self.graph, cluster, self.costs.timer, self.costs.training)
+                found = Planner(costs).best(price=self._high_price())
+            except ShardwiseError:  # the cluster has no room for so many, or no layer can use them
+                break
+            if predict(found, costs).memory <= cap:
+                return f"{text}; it would fit on {workers} workers"
+        return f"{text}; more workers do not help"
+
+
+def _doublings(world: int) -> Iterator[int]:
+    while (world := 2 * world) <= 256:
+        yield world
+
+
+def complete(graph: LayerGraph, world: int, chosen: Mapping[str, Config]) -> Plan:
+    """A plan from the configs of all layers but the inputs, which follow their first readers."""
+
+    def choose(layer: Layer) -> Config:
+        if layer.op != "input":
+            return chosen[layer.name]
+        readers = [name for name in graph.consumers[layer.name] if name in chosen]
+        return fit(layer, chosen[readers[0]] if readers else Config(), graph.batch)
+
+    return Plan.make(graph, world, choose)
+
+
+# -- what others would do --------------------------------------------------------------------------
+
+
+def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
+    """Well-known uniform plans, each at its own best degrees."""
+    graph, world = costs.graph, costs.world
+    found = {}
+    for name, plans in {
+        "sample (DDP)": [Plan.uniform(graph, world, n=min(world, graph.batch))],
+        "sample, best degree": _uniform(costs, [("n",)]),
+        "OWT": (Plan.owt(graph, k) for k in _counts(world)),
+        "spatial": _uniform(costs, [("h",), ("w",), ("h", "w"), ("d", "h", "w")]),
+        "uniform x (c)": _uniform(costs, [("c",)]),
+        "uniform y (f)": _uniform(costs, [("f",)]),
+        "uniform w (c x f)": _uniform(costs, [("c", "f")]),
+    }.items():
+        best: tuple[Plan, Prediction] | None = None
+        for plan in plans:
+            plan = _on_all(plan, world)
+            if not wanted(plan, costs):
+                continue
+            prediction = predict(plan, costs)
+            if best is None or prediction.seconds < best[1].seconds:
+                best = plan, prediction
+        if best is not None:
+            found[name] = best
+    if found["sample, best degree"][0] == found["sample (DDP)"][0]:
+        del found["sample, best degree"]
+    return found
+
+
+def _on_all(plan: Plan, world: int) -> Plan:
+    return replace(plan, world=world)
+
+
+def _counts(world: int) -> list[int]:
+    counts = {k for k in range(1, world + 1) if world % k == 0}
+    return sorted(counts | {1 << k for k in range(world.bit_length())}, reverse=True)
+
+
+def _uniform(costs: Costs, splits: list[tuple[str, ...]]) -> Iterator[Plan]:
+    """The same split for all layers over all workers; samples take what the axes leave."""
+    graph, world = costs.graph, costs.world
+    limits = _limits(graph)
+    for axes in splits:
+        if not set(axes) <= {*limits, "n", "c", "f"}:
+            continue
+        if axes == ("n",):
+            for count in _counts(world):
+                if count <= graph.batch:
+                    yield Plan.uniform(graph, world, n=count)
+            continue
+        for degrees in _shares(world, len(axes)):
+            samples = world // int(np.prod(degrees))
+            if samples <= graph.batch:
+                split = dict(zip(axes, degrees, strict=True))
+                yield Plan.uniform(graph, world, n=samples, **split)
+
+
+def _shares(world: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Degrees over so many axes, each at least 2, whose product divides the world."""
+    if axes == 0:
+        yield ()
+        return
+    for first in range(2, world + 1):
+        if world % first == 0:
+            for rest in _shares(world // first, axes - 1):
+                yield (first, *rest)
+
+
+def _limits(graph: LayerGraph) -> dict[str, float]:
+    labels = {label for layer in graph.layers for label in layer.dims if label in "dhw"}
+    return dict.fromkeys(labels, inf)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(3 << 29)
+    '1.5 GiB'
+    >>> size(1000 << 20)
+    '1000 MiB'
+    """
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            number = nbytes / scale
+            return f"{number:.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,252 @@
+"""`shardwise.plan`: from a model and a cluster to a plan that explains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.errors import PlanError
+from shardwise.geometry.grid import Config
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.capture import capture
+from shardwise.planner.best_plan import Planner, Prediction, baselines, predict, size
+from shardwise.planner.costs import Costs, Timer, Training, value_operands
+from shardwise.planner.layer_times import timer_for
+from shardwise.planner.simulate import simulate
+from shardwise.plans.gradient_schedule import Engine
+from shardwise.plans.plan import Plan
+from shardwise.plans.trace import Trace
+from shardwise.units import parse_size
+
+HIDDEN = (0.0, 0.5, 1.0)  # parts of the updates that may overlap with the backward pass
+SIMULATED = 256  # workers up to which several plans are simulated and compared
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One config of a layer, all other layers as planned; seconds."""
+
+    config: Config
+    transfer: float  # of what the layer reads, and inside it
+    compute: float
+    update: float
+    onward: float  # carrying its output to its readers
+
+    @property
+    def total(self) -> float:
+        return self.transfer + self.compute + self.update + self.onward
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether one axis only is split, over ranks that are close together."""
+        split = [degree for degree in self.config.degrees if degree > 1]
+        first = self.config.ranks == tuple(range(self.config.num_workers))
+        return len(split) <= 1 and first and self.config.gradient == "sum"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan to compare with."""
+
+    plan: Plan
+    prediction: Prediction
+    step: float  # seconds, simulated
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What is known about a plan: its costs, its simulated step, and what others would cost."""
+
+    costs: Costs
+    plan: Plan
+    prediction: Prediction
+    trace: Trace
+    rivals: dict[str, Rival] = field(default_factory=dict)
+
+    def explain(self, name: str) -> list[Alternative]:
+        """The alternatives for one layer with their costs, best first, as P4's Tables 2 and 3."""
+        graph, costs = self.costs.graph, self.costs
+        if name not in graph or graph[name].op == "input":
+            close = get_close_matches(name, [la.name for la in graph.layers], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PlanError(f"the model has no layer {name!r} to explain{hint}")
+        layer, own = graph[name], costs.of(graph[name])
+        reading, onward = np.zeros((2, len(own.configs)))
+        for index, source in value_operands(layer):
+            if graph[source].op != "input":
+                chosen = self.plan.config(graph[source], graph)
+                ends = [(chosen, config) for config in own.configs]
+                reading += [costs.transfer(graph[source], layer, index, pair)[0] for pair in ends]
+        for reader in map(graph.__getitem__, graph.consumers[name]):
+            chosen = self.plan.config(reader, graph)
+            ends = [(config, chosen) for config in own.configs]
+            for index, source in value_operands(reader):
+                if source == name:
+                    onward += [costs.transfer(layer, reader, index, pair)[0] for pair in ends]
+        wanted = np.ones(len(own.configs), dtype=bool)
+        if name in graph.outputs:
+            onward += costs.output_table(layer).seconds[own.outputs.index, 0]
+            wanted = ~costs.unwanted(layer, own.outputs)[own.outputs.index]
+        found = [
+            Alternative(
+                config,
+                float(reading[i] + own.transfer[i]),
+                float(own.compute[i]),
+                float(own.update[i]),
+                float(onward[i]),
+            )
+            for i, config in enumerate(own.configs)
+            if wanted[i]
+        ]
+        return sorted(found, key=lambda alternative: alternative.total)
+
+    def text(self) -> str:
+        """The plan as plain columns: splits and predicted costs, totals, and the rivals'."""
+        head = ("layer", "split", "workers", "compute", "transfer", "update", "memory")
+        rows: list[tuple[str, ...]] = [head]
+        for row in self.prediction.rows:
+            times = (f"{1e3 * t:.3g} ms" for t in (row.compute, row.transfer, row.update))
+            workers = str(row.config.num_workers)
+            rows.append((row.layer, str(row.config), workers, *times, size(row.memory)))
+        rivals = [("this plan", self.prediction, self.trace.seconds)]
+        rivals += [(name, rival.prediction, rival.step) for name, rival in self.rivals.items()]
+        totals: list[tuple[str, ...]] = [("", "cost", "step", "moved", "memory")]
+        for name, prediction, step in rivals:
+            seconds = (f"{1e3 * t:.4g} ms" if t else "" for t in (prediction.seconds, step))
+            totals.append((name, *seconds, size(prediction.moved), size(prediction.memory)))
+        title = f"plan for {self.plan.world} workers of {self.costs.cluster.name}"
+        columns = [title, "", *_columns(rows), "", *_columns(totals)]
+        return "\n".join([*columns, *replace(self.plan, findings=self).idle()])
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of words as columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def plan(
+    model: nn.Module | LayerGraph,
+    *inputs: torch.Tensor,
+    cluster: str | Cluster = "local",
+    workers: int | None = None,
+    memory: str | int | None = None,
+    training: Training | None = None,
+    timer: Timer | None = None,
+    engine: Engine | None = None,
+) -> Plan:
+    """The best plan for a model on a cluster; it prints as a table and explains its choices.
+
+    `cluster` is a description, a preset ("p100-4x4"), a shorthand ("4x10Gb") or a file; `memory`
+    caps what a worker may use ("8GiB").
+
+    >>> plan(model, x, cluster="4x10Gb").explain("fc1")
+    """
+    graph = model if isinstance(model, LayerGraph) else capture(model, *inputs)
+    machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+    machines = machines.with_workers(machines.world if workers is None else workers)
+    cap = machines.device.memory
+    if memory is not None:
+        cap = parse_size(memory) if isinstance(memory, str) else memory
+    costs = Costs(graph, machines, timer or timer_for(machines, graph), training)
+    return examine(costs, engine, cap=cap)
+
+
+def examine(
+    costs: Costs, engine: Engine | None = None, cap: int | None = None, chosen: Plan | None = None
+) -> Plan:
+    """The best plan, or the given one, with all that is known about it."""
+    planner = Planner(costs)
+    few = costs.world <= SIMULATED
+    rivals = {
+        name: Rival(rival, prediction, _simulated(rival, costs, engine).seconds if few else 0.0)
+        for name, (rival, prediction) in baselines(costs).items()
+    }
+    if chosen is None:
+        candidates = _candidates(planner, cap)
+        if few:
+            fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
+            candidates += fitting
+            steps = [_simulated(candidate, costs, engine).seconds for candidate in candidates]
+        else:
+            steps = [predict(candidate, costs).seconds for candidate in candidates]
+        chosen = candidates[int(np.argmin(steps))]
+    trace = _simulated(chosen, costs, engine)
+    findings = Findings(costs, chosen, predict(chosen, costs), trace, rivals)
+    return replace(chosen, findings=findings)
+
+
+def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
+    """The best plans, for different parts of the updates that overlap hides."""
+    plans = [planner.best(hidden) for hidden in HIDDEN]
+    if cap is None:
+        return plans
+    fitting = [plan for plan in plans if predict(plan, planner.costs).memory <= cap]
+    return [planner.under(cap)[0], *fitting]
+
+
+def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:
+    return simulate(plan, costs.graph, costs.cluster, costs.timer, costs.training, engine)
+
+
+def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
+    """A plan and all that is known about it as plain data, for JSON; alternatives if asked for."""
+    findings: Findings = plan.findings
+    prediction, trace = findings.prediction, findings.trace
+    return {
+        "workers": plan.world,
+        "cluster": findings.costs.cluster.name,
+        "step_seconds": trace.seconds,
+        "cost_seconds": prediction.seconds,
+        "compute_seconds": prediction.compute,
+        "transfer_seconds": prediction.transfer,
+        "update_seconds": prediction.update,
+        "bytes": prediction.moved,
+        "memory": prediction.memory,
+        "layers": [
+            {
+                "layer": row.layer,
+                "op": row.op,
+                "split": str(row.config),
+                "workers": row.config.num_workers,
+                "compute": row.compute,
+                "transfer": row.transfer,
+                "update": row.update,
+                "bytes": row.moved,
+                "memory": row.memory,
+            }
+            for row in prediction.rows
+        ],
+        "rivals": {
+            name: {
+                "cost_seconds": rival.prediction.seconds,
+                "step_seconds": rival.step,
+                "bytes": rival.prediction.moved,
+                "memory": rival.prediction.memory,
+            }
+            for name, rival in findings.rivals.items()
+        },
+        "alternatives": {
+            name: [
+                {
+                    "split": str(found.config),
+                    "transfer": found.transfer,
+                    "compute": found.compute,
+                    "update": found.update,
+                    "onward": found.onward,
+                }
+                for found in findings.explain(name)
+            ]
+            for name in explain
+        },
+    }

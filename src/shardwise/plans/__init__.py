@@ -1,0 +1,1 @@
+"""The contract between deciding and executing: plans, programs, gradient schedules, traces."""

@@ -1,0 +1,106 @@
+"""The report of a run, from the files that training leaves in its folder.
+
+| file            | what                                                                          |
+|-----------------|-------------------------------------------------------------------------------|
+| `plan.json`     | the plan, as `Plan.save` writes it                                             |
+| `config.json`   | an object: the settings of the run; see `RunConfig` for what is understood     |
+| `metrics.jsonl` | an object per line: `step` or `epoch`, and numbers such as `loss`, `accuracy`, |
+|                 | `samples_per_second`; `memory_bytes` is a list with a number per rank          |
+| `trace.json`    | a recorded step, as `Trace.save` writes it                                     |
+
+The first two must be there; the others need not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.errors import ShardwiseError
+from shardwise.files import first_mistake
+from shardwise.plans.plan import Plan
+from shardwise.plans.trace import Trace
+from shardwise.report.history import read_history
+from shardwise.report.page import write_page
+from shardwise.report.page_data import contents, title_of
+from shardwise.specs.request import Question, examined
+
+PLAN, CONFIG, METRICS, TRACE = "plan.json", "config.json", "metrics.jsonl", "trace.json"
+PAGE = "report.html"
+
+
+class RunConfig(BaseModel):
+    """What a report understands of a run's settings; it shows the others as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str | None = None  # as on the command line; without, the report has no costs
+    options: dict[str, Any] = {}  # of the callable that builds the model
+    cluster: str = "local"
+    gradients: str = "buckets:8MiB"
+    output: str = Field("full", pattern="^(full|local)$")
+
+
+def write_report(
+    folder: str | Path, out: str | Path | None = None, plan: Plan | None = None
+) -> Path:
+    """Writes the report of a run and returns its path; `report.html` in the folder by default.
+
+    A plan that has been examined already saves planning time, and need not be in a file.
+
+    >>> write_report("runs/digits")
+    PosixPath('runs/digits/report.html')
+    """
+    home = Path(folder)
+    if not home.is_dir():
+        raise ShardwiseError(f"{str(folder)!r} is not the folder of a run")
+    settings = _settings(home / CONFIG)
+    config = _understood(settings, home / CONFIG)
+    if plan is None or plan.findings is None:
+        plan = _examined(plan or Plan.load(home / PLAN), config, home)
+    history = read_history(home / METRICS) if (home / METRICS).exists() else []
+    trace = Trace.load(home / TRACE) if (home / TRACE).exists() else None
+    title = title_of(config.model or home.resolve().name, plan)
+    path = Path(out) if out is not None else home / PAGE
+    write_page(path, contents(plan, title, trace, history, settings))
+    return path
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ShardwiseError(f"the run's settings {str(path)!r} cannot be read: {error}") from None
+    except (ValueError, RecursionError):
+        raise ShardwiseError(f"{str(path)!r} is not JSON") from None
+    if not isinstance(data, dict):
+        raise ShardwiseError(f"{str(path)!r} must hold one JSON object, the settings of the run")
+    return data
+
+
+def _understood(settings: dict[str, Any], path: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ShardwiseError(f"{str(path)!r}: {first_mistake(error)}") from None
+
+
+def _examined(plan: Plan, config: RunConfig, home: Path) -> Plan:
+    """The plan with its costs, where the model can be made again."""
+    if config.model is None:
+        return plan
+    question = Question(
+        spec=config.model,
+        cluster=config.cluster,
+        workers=plan.world,
+        shapes=plan.inputs,
+        gradients=config.gradients,
+        output=config.output,
+        options=config.options,
+    )
+    try:
+        return examined(question, plan)
+    except ShardwiseError as error:
+        raise ShardwiseError(f"the plan of {str(home)!r}: {error}") from None

@@ -1,0 +1,1 @@
+"""Execute: a model whose weights are blocks, and the passes through it."""

@@ -1,0 +1,113 @@
+"""`optimizer`: stock optimizers whose updates of gathered layers hide behind the next forward.
+
+P3: the gradient of a layer with gradient "gather" is computed, and its weights are updated, just
+before the layer is used again. The result is that of the same optimizer without delay: momentum,
+weight decay, Adam's moments and the learning rate of the step they belong to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.runtime.parallel import ParallelModel, of
+from shardwise.runtime.state import State
+
+Settings = list[dict[str, Any]]  # of each group of parameters: learning rate, momentum, ...
+
+
+def optimizer(
+    model: ParallelModel, kind: type[Optimizer], params: Any = None, **options: Any
+) -> Optimizer:
+    """An optimizer of this kind for a parallel model, of all its parameters or those given.
+
+    Weights of gathered layers are up to date in the model's next forward pass, in `state_dict()`
+    and after `model.flush()`.
+
+    >>> sgd = optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    """
+    delayed = type(f"Delayed{kind.__name__}", (_Delayed, kind), {"shardwise_kind": kind})
+    made = delayed(model.parameters() if params is None else params, **options)
+    made.follow(of(model)._state)
+    return made
+
+
+class _Delayed(Optimizer):
+    """Puts off the update of parameters whose gradient is still on its way."""
+
+    _state: State
+    _due: frozenset[str]  # parameters whose update was asked for
+    _settings: Settings  # when it was asked for
+
+    def follow(self, state: State) -> None:
+        self._state, self._due, self._settings = state, frozenset(), []
+        state.settle = self.settle
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        late = self._state.late
+        if closure is not None or self._due or any(self._has_gradient(n) for n in late.names):
+            self.settle(None)  # two gradients, or two updates, of one parameter do not mix
+        result = super().step(closure)
+        self._due = late.names
+        self._settings = [_settings(group) for group in self.param_groups]
+        return result
+
+    def settle(self, wanted: frozenset[str] | None) -> None:
+        """Computes the late gradients of these parameters, and makes the updates that are due."""
+        named = self._state.params()
+        updated = []
+        with torch.no_grad():
+            for name, gradient in self._state.late.take(wanted).items():
+                param = named[name]
+                gradient = gradient.to(param.dtype)  # layers may compute in another
+                param.grad = gradient if param.grad is None else param.grad + gradient
+                if name in self._due:
+                    updated.append(param)
+        self._due &= self._state.late.names
+        if updated:
+            self._update(updated)
+
+    def _update(self, params: list[torch.Tensor]) -> None:
+        """One step for these parameters alone, as it would have been when it was asked for."""
+        chosen = {id(param) for param in params}
+        others = [p for g in self.param_groups for p in g["params"] if id(p) not in chosen]
+        gradients = [param.grad for param in others]
+        now = [_settings(group) for group in self.param_groups]
+        for param in others:
+            param.grad = None
+        try:
+            self._set(self._settings)
+            super().step()
+        finally:
+            self._set(now)
+            for param, gradient in zip(others, gradients, strict=True):
+                param.grad = gradient
+            for param in params:
+                param.grad = None
+
+    def _set(self, settings: Settings) -> None:
+        for group, values in zip(self.param_groups, settings, strict=True):
+            group.update(values)
+
+    def _has_gradient(self, name: str) -> bool:
+        return self._state.params()[name].grad is not None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        late = self._state.late
+        if not self._due:
+            late.take()  # nobody asked for an update with these
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle(None)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.settle(None)
+        super().load_state_dict(state_dict)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

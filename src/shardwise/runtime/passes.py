@@ -1,0 +1,332 @@
+"""One pass through a parallel model, forward and backward, as a node of the user's autograd graph.
+
+The parameters are inputs of that node: autograd itself adds up their gradients, runs their hooks,
+and leaves out what a loss does not depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import About
+from shardwise.comm.exchange import start
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.geometry.box import Box
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.writing import leave
+from shardwise.plans.program import Program, Source, layer_layout, to_all
+from shardwise.runtime.agreement import Call, agree, checksum, together
+from shardwise.runtime.block import Block, plain
+from shardwise.runtime.gradient_sums import reached
+from shardwise.runtime.interpreter import Bound, Runtime, Tensors
+from shardwise.runtime.state import State
+from shardwise.runtime.way_back import Pass, go_back
+from shardwise.tensors import memory_format_of
+
+Inputs = tuple[torch.Tensor, ...]
+FORWARD = "the forward pass"
+_keep_graph: Any = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009
+
+
+def run(
+    state: State, inputs: Inputs, batch: int | None = None, refusal: Exception | None = None
+) -> Any:
+    """The model's output for inputs that are whole, or this rank's part of so many samples.
+
+    Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
+    """
+    with without_autocast(inputs) as lower:
+        params: Tensors = {n: p for n, p in state.params().items() if p.requires_grad}
+        bound, call, precision = None, Call(refused=1), state.precision
+        if refusal is None:
+            try:
+                bound = _bound(state, inputs, batch, frozenset(params))
+                precision = precision or _precision(lower, inputs, state)
+                call = _call(state, inputs, batch, params, precision)
+            except Exception as error:
+                refusal = error
+        with state.comm.doing(FORWARD):
+            state.check_values()
+            agree(call, refusal, state.comm)
+        assert bound is not None
+        with together(state.comm, FORWARD):
+            _count_batches(bound.graph, state)
+            outputs = _outputs(state, bound, inputs, params, precision)
+        leave(bound.graph.left, state.modules)
+        return _arranged(bound.graph, outputs)
+
+
+@contextmanager
+def without_autocast(tensors: Sequence[Any]) -> Iterator[torch.dtype | None]:
+    """Within, layers get the types that they are given; says what torch.autocast would lower to."""
+    kinds = {x.device.type for x in tensors if x is not None}
+    known = filter(torch.amp.is_autocast_available, kinds)
+    kind = next((kind for kind in known if torch.is_autocast_enabled(kind)), None)
+    if kind is None:
+        yield None
+    else:
+        lower = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            yield lower
+
+
+def _precision(lower: torch.dtype | None, inputs: Inputs, state: State) -> torch.dtype | None:
+    """What torch.autocast around the model means: it leaves alone what is float64."""
+    if lower is None or any(x.dtype is torch.float64 for x in (*inputs, *state.params().values())):
+        return None
+    if lower is not torch.bfloat16:
+        raise ShardwiseError(
+            f"torch.autocast to {str(lower).removeprefix('torch.')} around a parallel model, which "
+            "computes in bfloat16 or as it is: give it dtype=torch.bfloat16, or leave it out"
+        )
+    return lower
+
+
+def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
+    """Outputs in the structure in which the model's forward returns them."""
+    leaves: list[Any] = list(outputs)
+    for place, value in graph.numbers.items():
+        leaves.insert(place, value)
+    return _unflattened(iter(leaves), graph.output_spec)
+
+
+def _unflattened(leaves: Iterator[Any], spec: Any) -> Any:
+    """As pytree does it, which makes a plain tuple of a torch.Size."""
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_unflattened(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(parts)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset[str]) -> Bound:
+    """The program for these inputs, which are looked at first."""
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 0):
+        raise ShardwiseError(f"batch={batch!r} must be the number of samples of all parts")
+    if len(inputs) != len(state.plan.inputs):
+        raise ShardwiseError(
+            f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
+        )
+    _check_held(state)
+    samples = _num_samples(inputs, batch)
+    graph = state.graph_for(inputs, samples)
+    _check_inputs(state, graph, inputs, whole=batch is None)
+    for name in graph.outputs:
+        if samples == 0 and prod(graph[name].shape):
+            raise ShardwiseError(
+                f"output {name!r} does not consist of samples, and a batch of none was given; "
+                "leave such batches out"
+            )
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return state.bound(graph, trainable, batch is None, needs_gradient)
+
+
+def _check_held(state: State) -> None:
+    """Parameters may have been replaced, by whole ones say."""
+    for name, param in state.params().items():
+        held = state.held_shapes.get(name, param.shape)
+        if param.shape != held and param.ndim:
+            found, wanted = ("x".join(map(str, shape)) for shape in (param.shape, held))
+            raise ShardwiseError(
+                f"the model has parameters of other shapes than before: {name!r} is {found}, and "
+                f"this rank's block of it {wanted}; load_state_dict takes whole ones"
+            )
+
+
+def _num_samples(inputs: Inputs, batch: int | None) -> int:
+    return batch if batch is not None else next((x.shape[0] for x in inputs if x.ndim), 0)
+
+
+def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) -> None:
+    for name, x in zip(graph.inputs, inputs, strict=True):
+        if x.layout is not torch.strided:
+            raise ShardwiseError(f"input {name!r} is {x.layout}, and must be dense: x.to_dense()")
+        wanted = graph[name].shape
+        if not whole:
+            wanted = layer_layout(graph, state.plan, name)[state.comm.rank].shape
+        if tuple(x.shape) != wanted:
+            part = "" if whole else " as this rank's part"
+            raise ShardwiseError(
+                f"input {name!r} must be {'x'.join(map(str, wanted))}{part}, and is "
+                f"{'x'.join(map(str, x.shape))}; a plan is for one image size"
+            )
+
+
+def _call(
+    state: State, inputs: Inputs, batch: int | None, params: Tensors, precision: torch.dtype | None
+) -> Call:
+    """What this rank is about to do; nobody needs to know it where there is one rank."""
+    if state.comm.size == 1:
+        return Call()
+    whole = batch is None
+    return Call(
+        samples=_num_samples(inputs, batch),
+        training=state.training,
+        gradients=torch.is_grad_enabled(),
+        whole=whole,
+        modes=checksum([module.training for module in state.modules.values()]),
+        attributes=checksum(state.looks().tokens),
+        trained=checksum([[*params], [x.requires_grad for x in inputs]]),
+        kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
+        content=checksum([checksum(x) for x in inputs]) if whole else 0,
+        lowered=precision is not None,
+    )
+
+
+def _count_batches(graph: LayerGraph, state: State) -> None:
+    """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
+    for layer in graph.layers:
+        if layer.op == "batch_norm":
+            module = state.modules[layer.attrs["module"]]
+            counter = getattr(module, "num_batches_tracked", None)
+            if counter is not None and module.training:
+                counter.add_(1)
+
+
+def _outputs(
+    state: State, bound: Bound, inputs: Inputs, params: Tensors, precision: torch.dtype | None
+) -> Sequence[torch.Tensor]:
+    if bound.graph.batch == 0:
+        return _of_nothing(bound.graph, inputs, params)
+    state.prepare(bound.program)
+    leaves = {name: _leaf(param) for name, param in params.items()}
+    lookup = partial(_lookup, state, bound.graph.constants, leaves)
+    runtime = Runtime(bound, lookup, precision, state.watch)
+    if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
+        made = Pass(state, runtime, params, leaves, state.holds)
+        anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
+        return _Node.apply(made, anchor, *inputs, *params.values())
+    return _forward(state, runtime, inputs, record=False)
+
+
+def _leaf(param: torch.Tensor) -> torch.Tensor:
+    """The parameter as layers see it: its hooks are for the whole gradient, not for parts of it."""
+    own = isinstance(param, Block) or param._backward_hooks
+    return plain(param).requires_grad_() if own else param
+
+
+def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torch.Tensor]:
+    """The outputs for a batch of no samples, of which no rank has anything to compute."""
+    outputs = []
+    for name in graph.outputs:
+        _, used = reached(graph, [name])
+        sources = [*inputs, *(param for n, param in params.items() if n in used)]
+        with torch._C.DisableTorchFunctionSubclass():  # nothing of a block is right, too
+            nothing = sum(x.reshape(-1)[:0].sum() for x in sources if x.requires_grad)
+        y = inputs[0].new_empty(graph[name].shape, dtype=graph[name].dtype)
+        outputs.append(y + nothing if y.is_floating_point() or y.is_complex() else y)
+    return outputs
+
+
+def _lookup(
+    state: State, constants: Mapping[str, torch.Tensor], params: Tensors, source: Source
+) -> torch.Tensor:
+    """The part of a stored tensor that a layer needs."""
+    if source.kind == "constant":
+        tensor = constants[source.name]
+        held = Box.whole(tuple(tensor.shape))
+    else:
+        if state.late.entries and source.name in state.late.names and state.settle:
+            state.settle(frozenset([source.name]))  # its last update was put off until now
+        path, _, leaf = source.name.rpartition(".")
+        tensor = params.get(source.name)
+        tensor = getattr(state.modules[path], leaf) if tensor is None else tensor
+        tensor = plain(tensor) if isinstance(tensor, Block) else tensor
+        layout = state.layouts.get(source.name)
+        held = Box.whole(tuple(tensor.shape)) if layout is None else layout[state.comm.rank]
+    if tensor.ndim == 0 or held == source.box:
+        return tensor
+    if not held.contains(source.box):
+        raise PlanError(
+            f"rank {state.comm.rank} holds {held} of {source.name!r} and needs {source.box}"
+        )
+    return tensor[source.box.slices_in(held)]
+
+
+def _forward(state: State, runtime: Runtime, inputs: Inputs, record: bool) -> Inputs:
+    program = runtime.program
+    values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
+    if state.output == "full":
+        full = [
+            start(to_all(program.layouts[name]), y, state.comm, About(f"{name} to all"))
+            for name, y in values.items()
+        ]
+        arrived = zip(values, full, strict=True)
+        values = {name: _shaped(program, name, wait()) for name, wait in arrived}
+    if state.output == "full" and state.comm.size > 1:
+        # One memory format on all ranks, so that their losses agree to the bit.
+        values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
+    outputs = [values[name] for name in program.outputs]
+    return tuple(y.float() if y.dtype == runtime.precision else y for y in outputs)
+
+
+def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:
+    """A whole output as the model returns it: a scalar, or nothing, has its own shape."""
+    shape = () if name in program.scalars else program.layouts[name].shape
+    return y.reshape(shape) if y.ndim != len(shape) or not y.numel() else y
+
+
+def _formatted_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    same_rank = x.ndim == y.ndim
+    return y.contiguous(memory_format=memory_format_of(x)) if same_rank else y.contiguous()
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+class _Node(torch.autograd.Function):
+    """One pass through the parallel model, as a single node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Pass, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        inputs = tensors[: len(made.runtime.program.inputs)]
+        outputs = _forward(made.state, made.runtime, inputs, record=True)
+        program = made.runtime.program
+        named = zip(program.outputs, outputs, strict=True)
+        ctx.mark_non_differentiable(*(y for name, y in named if name not in program.differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made: Pass = ctx.made
+        if made.spent:
+            raise ShardwiseError(
+                f"backward through the same forward pass of the parallel {made.state.name} a "
+                "second time: give the first one retain_graph=True, or add up the losses"
+            )
+        made.spent = not _keep_graph()
+        wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
+        again = torch.is_grad_enabled()  # create_graph=True
+        phase = together(made.state.comm, "the backward pass")
+        with torch.no_grad(), without_autocast(gradients), phase:
+            found = go_back(made, gradients, wanted, again)
+        if again:
+            found = _First.apply(made.state.name, torch.empty(0, requires_grad=True), *found)
+        return None, None, *found
+
+
+class _First(torch.autograd.Function):
+    """Gradients that are first derivatives, and have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: torch.Tensor, *gradients: Any) -> Any:
+        ctx.name = name
+        return tuple(g.view_as(g) if g is not None else None for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ShardwiseError(
+            f"the parallel {ctx.name} has first derivatives only: the gradients that it gave with "
+            "create_graph=True cannot be differentiated again; compute terms that need second "
+            "derivatives (gradient penalties, say) with the original model"
+        )

@@ -1,0 +1,170 @@
+"""What a user writes for a model, a shape, a split or an option, and what it stands for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from shardwise import zoo
+from shardwise.errors import ShardwiseError, one_line
+from shardwise.geometry.grid import AXES, AXIS_NAMES
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def load_model(spec: str, **options: Any) -> nn.Module:
+    """Builds the model of a zoo name, `package.module:callable` or `file.py:callable`.
+
+    >>> load_model("digits", width=8)[-1]
+    Linear(in_features=64, out_features=10, bias=True)
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        factory = _zoo_entry(spec).build
+    else:
+        target = _attribute(_load_module(place), place, name)
+        if isinstance(target, nn.Module) and not options:
+            return target
+        if not callable(target) or isinstance(target, nn.Module):
+            kind = type(target).__name__
+            raise ShardwiseError(f"{spec!r} is a {kind}, not a callable that builds a model")
+        factory = target
+    return _build(spec, factory, options)
+
+
+def default_shape(spec: str, batch: int) -> tuple[int, ...]:
+    """The shape of a batch of a zoo network's inputs; for other models there is no default."""
+    if ":" in spec:
+        raise ShardwiseError(
+            f"the input shape of {spec!r} is not known; give one: 2x3x224x224, say"
+        )
+    return (batch, *_zoo_entry(spec).input_shape)
+
+
+def _zoo_entry(name: str) -> zoo.Entry:
+    if name.endswith(".py") or "." in name:
+        raise ShardwiseError(
+            f"{name!r} does not say what builds the model: write {name + ':callable'!r}"
+        )
+    try:
+        return zoo.entry(name)
+    except ValueError as error:
+        raise ShardwiseError(
+            f"{error} Or write file.py:callable or package.module:callable."
+        ) from None
+
+
+def _build(spec: str, factory: Any, options: dict[str, Any]) -> nn.Module:
+    try:
+        model = factory(**options)
+    except Exception as error:
+        raise ShardwiseError(f"building {spec!r} failed with {one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ShardwiseError(f"{spec!r} built a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _load_module(place: str) -> ModuleType:
+    """The module of a file or of a dotted name."""
+    is_file = place.endswith(".py")
+    path = Path(place).resolve()
+    if is_file and not path.is_file():
+        raise ShardwiseError(f"the model file {place!r} does not exist")
+    folder = str(path.parent) if is_file else str(Path.cwd())
+    if folder not in sys.path:  # as for a script: what lies beside it can be imported
+        sys.path.insert(0, folder)
+    try:
+        return _run_file(path) if is_file else importlib.import_module(place)
+    except Exception as error:
+        raise ShardwiseError(f"{place!r} cannot be imported: {one_line(error)}") from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
+    found.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, place: str, name: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    public = [known for known in vars(module) if not known.startswith("_")]
+    close = get_close_matches(name, public, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ShardwiseError(f"{place!r} has no {name!r}{hint}")
+
+
+# -- shapes, splits, options -----------------------------------------------------------------------
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """A shape, samples first.
+
+    >>> parse_shape("2x3x224x224")
+    (2, 3, 224, 224)
+    """
+    sizes = text.lower().split("x")
+    for dim, size in enumerate(sizes):
+        if not _is_count(size):
+            raise ShardwiseError(
+                f"input shape {text!r}: dimension {dim} is {size!r}, and must be a whole number "
+                f"of at least 1, as in 2x3x224x224"
+            )
+    return tuple(map(int, sizes))
+
+
+def parse_split(text: str) -> dict[str, int]:
+    """Degrees by grid axis.
+
+    >>> parse_split("n=2,h=2")
+    {'n': 2, 'h': 2}
+    """
+    split: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, degree = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            axes = ", ".join(f"{a} ({AXIS_NAMES[a]})" for a in AXES)
+            raise ShardwiseError(f"split {text!r}: {axis!r} is not an axis; the axes are {axes}")
+        if axis in split:
+            raise ShardwiseError(f"split {text!r}: axis {axis!r} is given twice")
+        if not _is_count(degree):
+            raise ShardwiseError(
+                f"split {text!r}: {axis}={degree!r} must be a whole number of at least 1, "
+                f"as in n=2,h=2"
+            )
+        split[axis] = int(degree)
+    return split
+
+
+def parse_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Keyword arguments for a model's builder; what is not a Python literal is a string.
+
+    >>> parse_options(["width=8", "norm=batch"])
+    {'width': 8, 'norm': 'batch'}
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ShardwiseError(f"option {text!r} must be written key=value")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return options
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= 1

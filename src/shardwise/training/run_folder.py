@@ -1,0 +1,112 @@
+"""The folder of a run: settings, plan, metrics, a trace, checkpoints and the report.
+
+Rank 0 writes; `shardwise.report.run` describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm import Communicator
+from shardwise.errors import ShardwiseError
+from shardwise.files import write_whole
+from shardwise.launch.workers import num_restarts
+from shardwise.plans.trace import Trace
+from shardwise.report.run_report import CONFIG, METRICS, PLAN, TRACE
+
+from .board import Board
+from .settings import Settings
+
+HOME = "runs"
+CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
+
+
+def choose_folder(settings: Settings, comm: Communicator) -> Path:
+    """The folder of the run, as rank 0 sees it; raises where another run would be damaged."""
+    return Path(comm.gather_objects(str(_choose(settings)) if comm.rank == 0 else None)[0])
+
+
+def resumes(settings: Settings) -> bool:
+    """Whether a run goes on: because it was asked for, or an elastic launcher restarts it."""
+    return settings.resume or num_restarts() > 0
+
+
+def _choose(settings: Settings) -> Path:
+    if settings.out is not None:
+        folder = Path(settings.out)
+        if folder.exists() and not folder.is_dir():
+            raise ShardwiseError(f"out={settings.out!r} is not a folder")
+        if (folder / METRICS).exists() and not resumes(settings):
+            raise ShardwiseError(
+                f"out={settings.out!r} already holds a run; go on with --resume, or choose another"
+            )
+        return folder
+    name = "-".join(re.findall(r"\w+", settings.model.removesuffix(".py"))) or "run"
+    taken = [
+        int(match[1])
+        for path in Path(HOME).glob(f"{name}-*")
+        if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name))
+    ]
+    number = max(taken, default=0) + (0 if resumes(settings) and taken else 1)
+    return Path(HOME) / f"{name}-{number}"
+
+
+class RunFolder:
+    """What rank 0 writes while a run goes on; on other ranks nothing happens."""
+
+    def __init__(self, path: Path, first: bool) -> None:
+        self.path, self._first = path, first
+        self._metrics: Any = None
+        self._board: Board | None = None
+
+    def begin(
+        self, settings: dict[str, Any], plan_json: str, step: int, resumed_bytes: int | None
+    ) -> None:
+        """Writes what is known at the start; metrics go on from where a checkpoint had them."""
+        if not self._first:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / CONFIG, json.dumps(settings, indent=1) + "\n")
+            write_whole(self.path / PLAN, plan_json)
+            self._metrics = (self.path / METRICS).open("ab")
+            if self._metrics.tell() > (resumed_bytes or 0):
+                self._metrics.truncate(resumed_bytes or 0)
+                self._metrics.seek(resumed_bytes or 0)
+            self._board = Board(self.path / BOARD, step)
+        except OSError as error:
+            raise ShardwiseError(
+                f"the run {str(self.path)!r} cannot be written: {error.strerror}"
+            ) from None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the metrics so far."""
+        return self._metrics.tell() if self._metrics is not None else 0
+
+    def add(self, **values: Any) -> None:
+        """One line of metrics."""
+        if self._metrics is None or self._board is None:
+            return
+        line = json.dumps(values, allow_nan=False) + "\n"
+        try:
+            self._metrics.write(line.encode())
+            self._metrics.flush()
+            numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+            self._board.add(values["step"], numbers)
+        except OSError as error:
+            raise ShardwiseError(
+                f"{str(self.path / METRICS)!r} cannot be written: {error.strerror}"
+            ) from None
+
+    def save_trace(self, trace: Trace) -> None:
+        if self._first:
+            trace.save(self.path / TRACE)
+
+    def close(self) -> None:
+        for file in (self._metrics, self._board):
+            if file is not None:
+                file.close()

@@ -1,0 +1,124 @@
+"""From settings to the parts of a run: samples, model, weights and plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.cluster.cluster import Cluster
+from shardwise.comm import Communicator
+from shardwise.data import Augment, Source, flips
+from shardwise.data.opening import open_pair
+from shardwise.errors import ShardwiseError
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.planner.costs import Costs, Training
+from shardwise.planner.layer_times import timer_for
+from shardwise.planner.planned import examine
+from shardwise.plans.plan import Plan
+from shardwise.report.run_report import PLAN
+from shardwise.specs.model_spec import load_model, parse_split
+from shardwise.specs.request import parse_engine
+from shardwise.units import parse_size
+
+from .settings import Settings
+
+DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights
+
+
+def open_samples(settings: Settings) -> tuple[Source, Source | None]:
+    """The samples for training, and those for testing where there are any."""
+    return open_pair(
+        settings.data,
+        settings.test_data,
+        size=settings.size,
+        num_classes=settings.num_classes,
+        on_error=settings.on_error,
+    )
+
+
+def make_augment(settings: Settings, source: Source) -> Augment:
+    return Augment(
+        flip=flips(settings.flip, len(source.shape) - 1) if settings.flip else (),
+        size=settings.crop,
+        padding=settings.padding,
+        mean=settings.mean,
+        std=settings.std,
+    )
+
+
+def build_model(settings: Settings, source: Source) -> nn.Module:
+    """The model with its first weights; the zoo's have as many classes as the samples."""
+    options = dict(settings.options)
+    if ":" not in settings.model:
+        options.setdefault("num_classes", len(source.classes))
+    torch.manual_seed(settings.seed)
+    model = load_model(settings.model, **options).to(DTYPES[settings.precision])
+    if settings.weights is not None:
+        _load_weights(model, Path(settings.weights))
+    return model
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    """A plain state, as `shardwise export` writes it; nothing pickled is run."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(str(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(line.strip() for line in lines[:2])
+        raise ShardwiseError(f"the weights {str(path)!r} cannot be loaded: {reason}") from None
+
+
+def choose_plan(
+    settings: Settings, graph: LayerGraph, comm: Communicator, resumed: Path | None
+) -> Plan:
+    """The plan that rank 0 finds or reads, on every rank; a run that goes on keeps its plan."""
+    found = _found(settings, graph, comm.size, resumed) if comm.rank == 0 else None
+    text = comm.gather_objects(found.to_json() if found is not None else None)[0]
+    return found if found is not None else Plan.from_json(text)
+
+
+def _found(settings: Settings, graph: LayerGraph, world: int, resumed: Path | None) -> Plan:
+    if settings.split is not None:
+        return Plan.uniform(graph, world, **parse_split(settings.split))
+    if settings.plan == "owt":
+        return Plan.owt(graph, world)
+    if settings.plan != "auto":
+        return _fitting(Plan.load(settings.plan), graph, world)
+    if resumed is not None and (resumed / PLAN).exists():
+        before = Plan.load(resumed / PLAN)
+        if before.world == world and before.inputs[0][0] == graph.batch:
+            return _fitting(before, graph, world)
+    costs, engine = make_costs(settings, graph, world), parse_engine(settings.gradients)
+    return examine(costs, engine, memory_cap(settings))
+
+
+def _fitting(plan: Plan, graph: LayerGraph, world: int) -> Plan:
+    plan.check(graph)
+    if plan.world != world:
+        raise ShardwiseError(f"the plan is for {plan.world} workers, and there are {world}")
+    return plan
+
+
+def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
+    """What plans for this run would cost."""
+    machines = Cluster.load(settings.cluster).with_workers(world)
+    training = Training(
+        itemsize=DTYPES[settings.precision].itemsize,
+        states=2 if settings.optimizer.startswith("adam") else 1,
+        output=settings.output,
+    )
+    return Costs(graph, machines, timer_for(machines, graph), training)
+
+
+def memory_cap(settings: Settings) -> int | None:
+    if settings.memory is not None:
+        return parse_size(settings.memory)
+    return Cluster.load(settings.cluster).device.memory
