@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.kernels import run
+from shardwise.kernels import dispatch
 from shardwise.kernels.conv_shape import memory_format, shape_of
 from shardwise.kernels.dispatch import Settings
 from shardwise.kernels.native import DONE, NO_MEMORY, Library, library
@@ -34,7 +34,7 @@ class KeptColumns(torch.autograd.Function):
         dy = dy.contiguous(memory_format=memory_format(ctx.last))
         dx, dw = None, torch.empty_like(w)
         if ctx.needs_input_grad[0]:
-            dx = run.backward_data(dy, x, w, ctx.settings, "base")
+            dx = dispatch.backward_data(dy, x, w, ctx.settings, "base")
         _base(ctx.lib, "dw", ctx.problem, (x, None, dy, None), dw, columns)
         db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
@@ -42,7 +42,7 @@ class KeptColumns(torch.autograd.Function):
 
 def _base(lib: Library, direction: str, problem, tensors, out, columns) -> None:  # type: ignore[no-untyped-def]
     """Computes `out`, or raises: it holds whatever was in memory before."""
-    status = lib.run("base", direction, problem, tensors, out, run.persistent, columns)
+    status = lib.run("base", direction, problem, tensors, out, dispatch.persistent, columns)
     if status == NO_MEMORY:
         raise MemoryError(f"BASE, {direction}: no memory is left for its workspace")
     if status != DONE:

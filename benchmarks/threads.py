@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from results import save
-from shardwise.kernels import library, run
+from shardwise.kernels import dispatch, library
 
 
 def median_seconds(calls: list[Callable[[], object]], rounds: int) -> float:
@@ -47,7 +47,7 @@ def main() -> None:
         return torch.relu(x)
 
     def ours() -> object:
-        return run.forward(x, w, None, settings, "convgemm")
+        return dispatch.forward(x, w, None, settings, "convgemm")
 
     assert library() is not None, "no native kernels here"
     sets = {"torch": [stock], "ours": [ours], "in turns": [stock, ours]}

@@ -28,7 +28,7 @@ import shardwise
 from kept_columns import KeptColumns
 from results import Results, goal
 from shardwise import zoo
-from shardwise.kernels import library, run, tuner
+from shardwise.kernels import dispatch, library, tuner
 from shardwise.kernels.accelerate import TunedConv2d, convolutions
 from shardwise.kernels.dispatch import Choice
 from shardwise.modules import copy_structure
@@ -109,7 +109,7 @@ def trainer(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer,
     y = torch.arange(len(x)) % 10
 
     def step() -> float:
-        run.persistent = persists
+        dispatch.persistent = persists
         start = clock()
         out = model(x)
         loss = nn.functional.cross_entropy(out if isinstance(out, torch.Tensor) else out[0], y)

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"  # whose tables are used here too
-if str(TESTS) not in sys.path:
-    sys.path.append(str(TESTS))
+for folder in map(str, (TESTS, TESTS / "operators")):
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 SOURCES = ("op_db", "modules", "errors", "convolutions", "peers", "networks")
 RANDOM = ("programs", "drawn")  # without an end

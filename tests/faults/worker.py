@@ -26,7 +26,7 @@ from shardwise.comm import communicator, pending
 from shardwise.data import Arrays
 from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
-from shardwise.training import folder
+from shardwise.training import run_folder
 from shardwise.training.settings import read_settings
 from shardwise.training.trainer import Trainer
 
@@ -129,11 +129,11 @@ def inject(fault: Fault) -> Callable[[], None]:
 
         writer._write = write_half
     elif place == "resume" and fault.cell.fault == "full":
-        _before(folder, "write_whole", fault)
+        _before(run_folder, "write_whole", fault)
     elif place == "resume":
         _before(reader.Reader, "_read", fault)
     elif place == "metrics":
-        _before(folder.RunFolder, "add", fault, inside=fault.cell.fault in ("full", "torn"))
+        _before(run_folder.RunFolder, "add", fault, inside=fault.cell.fault in ("full", "torn"))
     return fault.pass_by if place == "data" else lambda: None
 
 

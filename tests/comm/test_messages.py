@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from exactness import seeded, seeded_input
-from operators import OPERATORS
+from operator_cases import OPERATORS
 from pool import shared_pool
 from shardwise.comm import Recording, Sent
 from shardwise.geometry.grid import Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from exactness import assert_exact, seeded, seeded_input
-from operators import OPERATORS
+from operator_cases import OPERATORS
 from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 

@@ -47,7 +47,7 @@ def mpirun(*command: object, ranks: int = 4) -> tuple[int, str]:
     return job.returncode, output
 
 
-RANKS = Path(__file__).with_name("mpi_ranks.py")
+RANKS = Path(__file__).parents[1] / "mpi_ranks.py"
 
 
 @pytest.fixture(scope="module")

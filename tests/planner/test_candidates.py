@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from operators import OPERATORS
+from operator_cases import OPERATORS
 from shardwise import Config, LayerGraph, PlanError, capture
 from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.layout import Layout

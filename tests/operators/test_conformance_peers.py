@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_conformance import CONV, SPACE, assert_split_exact, split
 from torch import nn
 from torch.nn import functional
 
@@ -19,7 +20,6 @@ from shardwise.geometry.grid import Config
 from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import ParallelModel, parallelize
-from test_conformance import CONV, SPACE, assert_split_exact, split
 
 # -- PyTorch -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from operators import OPERATORS
+from operator_cases import OPERATORS
 from shardwise import Config, Plan, capture, parallelize
 from shardwise.comm.in_process import World
 from shardwise.geometry.layout import Layout

@@ -23,7 +23,7 @@ from shardwise.planner.planned import Alternative, examine, plan
 from shardwise.planner.search import total
 from shardwise.specs.model_spec import load_model
 
-TABLE_2 = Path(__file__).parents[1] / "examples" / "p4_table2.py"
+TABLE_2 = Path(__file__).parents[2] / "examples" / "p4_table2.py"
 ROUNDING = 1 + 1e-9
 
 

@@ -10,7 +10,7 @@ import torch
 
 from convolutions import CASES, chosen
 from kept_columns import KeptColumns
-from shardwise.kernels import conv, native, run
+from shardwise.kernels import conv, dispatch, native
 
 NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
 
@@ -54,10 +54,10 @@ def test_any_kernel_may_be_named_for_any_convolution(
 ) -> None:
     """One that does not take the shape gives way to another; the layout of x is kept."""
     x, w = tensors((2, 4, 9, 8), (6, 2, 3, 3))
-    x = x.to(memory_format=run.memory_format(last)).detach().requires_grad_()
+    x = x.to(memory_format=dispatch.memory_format(last)).detach().requires_grad_()
     y = conv(x, w, stride=2, dilation=2, groups=2, **{**NAMES, direction: kernel})
     stock = torch.nn.functional.conv2d(x, w, None, 2, 0, 2, 2)
-    assert y.is_contiguous(memory_format=run.memory_format(last))
+    assert y.is_contiguous(memory_format=dispatch.memory_format(last))
     torch.testing.assert_close(y, stock)
     dy = torch.randn_like(y)
     ours = torch.autograd.grad(y, (x, w), dy)
@@ -94,7 +94,7 @@ def test_base_with_kept_columns_is_a_convolution(last: bool) -> None:
     if native.library() is None:
         pytest.skip("no native kernels here")
     x, w, bias = tensors((2, 4, 7, 6), (6, 4, 3, 3), (6,))
-    x = x.to(memory_format=run.memory_format(last)).detach().requires_grad_()
+    x = x.to(memory_format=dispatch.memory_format(last)).detach().requires_grad_()
     y = KeptColumns.apply(x, w, bias, ((2, 1), (1, 0), (1, 1), 1))
     stock = torch.nn.functional.conv2d(x, w, bias, (2, 1), (1, 0))
     torch.testing.assert_close(y, stock)
@@ -105,7 +105,7 @@ def test_base_with_kept_columns_is_a_convolution(last: bool) -> None:
 
 
 def test_without_the_library_the_stock_operator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     x, w = tensors((1, 3, 5, 5), (4, 3, 3, 3))
     torch.testing.assert_close(conv(x, w), torch.nn.functional.conv2d(x, w))
 
@@ -142,7 +142,7 @@ def test_a_workspace_that_cannot_be_had_means_another_kernel() -> None:
             return native.NO_MEMORY if kernel != "convgemm" else lib.run(kernel, *rest)  # type: ignore
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(run, "library", Poor)
+    patch.setattr(dispatch, "library", Poor)
     with patch.context():
         y = conv(x, w, fwd="base")
     patch.undo()

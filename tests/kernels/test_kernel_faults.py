@@ -15,7 +15,7 @@ from shardwise.kernels import native
 from shardwise.kernels.batch_norm import Images
 from shardwise.kernels.max_pool import Windows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HUGE = 1 << 50  # channels: more numbers than there is memory for
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no native kernels here")

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise
 import shardwise.cli.app
-from shardwise.kernels import layers
+from shardwise.kernels import timed_layers
 from shardwise.kernels.accelerate import TunedConv2d, convolutions
 from shardwise.kernels.dispatch import Choice
 from shardwise.kernels.relu import AppliedReLU
@@ -56,7 +56,9 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_the_copy_shares_parameters_and_computes_the_same(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "MARGIN", float("inf"))  # our kernels, however slow they are here
+    monkeypatch.setattr(
+        timed_layers, "MARGIN", float("inf")
+    )  # our kernels, however slow they are here
     model, x = network().double(), torch.randn(4, 3, 12, 10, dtype=torch.float64)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
@@ -141,7 +143,7 @@ def test_a_parallel_model_uses_the_kernels_that_were_timed() -> None:
 def test_norms_and_pools_are_ours_only_where_that_is_faster(
     margin: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "MARGIN", margin)
+    monkeypatch.setattr(timed_layers, "MARGIN", margin)
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3 * 9, 2))
     x = torch.randn(4, 3, 6, 6)
@@ -164,7 +166,7 @@ def fused_for_inference(model: nn.Module) -> nn.Module:
 def test_a_relu_stays_where_another_layer_takes_the_place_of_the_one_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layers, "MARGIN", float("inf"))
+    monkeypatch.setattr(timed_layers, "MARGIN", float("inf"))
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),

@@ -15,7 +15,7 @@ from convolutions import CASES, ISAS, SEED, check, chosen
 from shardwise.errors import ShardwiseError
 from shardwise.kernels import native
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NUM_SHAPES, NUM_SHAPES_DEEP = 30, 170  # of each kernel and direction
 
 needs_library = pytest.mark.skipif(not ISAS, reason="no native kernels here")
