@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_when_their_parent_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
     code = (  # a shell in the background starts processes that ignore SIGINT
-        "import signal, sys, test_launch as t; "
+        "import signal, sys, test_workers as t; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "t.run_local(t.write_pid_and_wait, 2, sys.argv[1])"
     )

@@ -67,5 +67,5 @@ def test_what_cannot_be_captured_is_named_by_file_and_line(
     number = next(n for n, line in enumerate(lines, 1) if line.endswith(mark))
     with pytest.raises(CaptureError, match=reason) as error:
         capture(Middle(middle), torch.zeros(2, 3, 6, 6))
-    assert f"test_lines.py:{number}" in str(error.value)
+    assert f"test_source_lines.py:{number}" in str(error.value)
     assert capfd.readouterr().err == ""  # of what torch writes, nothing
