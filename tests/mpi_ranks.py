@@ -36,7 +36,7 @@ from shardwise.graph import LayerGraph
 from shardwise.launch import end_all, init_from_environment
 from shardwise.plan import Plan
 from shardwise.verify import Comparison, compare
-from test_gradients import Net, _weights, train
+from test_gradients import STEPS, Net, _weights, train
 
 TIMEOUT = 60.0
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -278,8 +278,8 @@ def operator(ranks: Ranks, name: str) -> None:
 
 
 def training(ranks: Ranks, engine: Engine, optimizer: str) -> None:
-    """Weights after 20 steps are those of one device."""
-    alone = train(seeded(Net()), optimizer, 20).state_dict()
+    """Weights after some steps are those of one device."""
+    alone = train(seeded(Net()), optimizer, STEPS).state_dict()
     for [state] in ranks.run(_weights, engine, [{"n": 2, "h": 2}], optimizer):
         for name, tensor in alone.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-11)
