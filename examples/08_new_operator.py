@@ -2,12 +2,10 @@
 
     python examples/08_new_operator.py
 
-torch.flip has no strategy, so one worker computes it. Two small entries make it run on all.
+torch.flip has no description, so one worker computes it. A small class makes it run on all.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +13,18 @@ from torch import nn
 
 import shardwise
 from shardwise.geometry.layout import Layout
-from shardwise.operators import STRATEGIES, Local, Need, Split, Strategy
-from shardwise.operators.aten import OPERATORS, Request
-
-
-def flip_request(args: dict[str, Any], shape: Any) -> Request:
-    """From the arguments of the ATen call to an operator of the layer graph."""
-    num_dims = len(shape(args["self"]))
-    return Request("flip", (args["self"],), {"flipped": tuple(d % num_dims for d in args["dims"])})
+from shardwise.operators import Call, Local, Need, Request, Split, Strategy, operator
 
 
 class Flip(Strategy):
     """A block of the output is the mirrored block of the operand."""
+
+    keeps_inputs, draws, sensitive = False, False, False
+
+    def read(self, call: Call) -> Request:
+        """From the arguments of the ATen call to a layer: its tensors and its attributes."""
+        flipped = tuple(dim % len(call.shape()) for dim in call["dims"])
+        return Request("flip", (call["self"],), {"flipped": flipped})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         ranges = []
@@ -56,7 +54,7 @@ def compare() -> tuple[str, str, float]:
     torch.manual_seed(0)
     net, x = Net().double(), torch.randn(2, 3, 9, 7).double()
     before = str(shardwise.Plan.uniform(shardwise.capture(net, x), h=3))
-    OPERATORS["flip"], STRATEGIES["flip"] = flip_request, Flip()
+    operator("flip", "flip")(Flip)  # or @operator("flip", "flip") above the class
     plan = shardwise.Plan.uniform(shardwise.capture(net, x), h=3)
     model = shardwise.parallelize(net, plan)
     error = float((model(x) - net(x)).detach().abs().max())

@@ -49,6 +49,28 @@ class Select(nn.Module):
         return torch.stack([first, second], 1) + x[:, 1:3]
 
 
+class RunningSum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(2) * x
+
+
+class GridSample(nn.Module):
+    """All modes, at positions inside and outside of the image that depend on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = 1.3 * torch.tanh(x[:, :2].permute(0, 2, 3, 1))[:, 1:]
+        found = [
+            functional.grid_sample(x, grid, mode, padding, corners)
+            for mode in ("bilinear", "nearest", "bicubic")
+            for padding in ("zeros", "border", "reflection")
+            for corners in (False, True)
+        ]
+        volume = functional.grid_sample(
+            x[:, :, None], torch.cat([grid, grid[..., :1]], -1)[:, None], align_corners=False
+        )
+        return torch.stack([*found, volume[:, :, 0]]).mean(0)
+
+
 class Flip(nn.Module):
     """Has no strategy: one worker computes it."""
 
@@ -327,6 +349,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "prelu": (nn.PReLU(6), (3, 6, 5, 6)),
     "flatten": (nn.Flatten(), (3, 5, 4, 3)),
     "softmax": (nn.Softmax(1), (3, 8, 5, 4)),
+    "running sum": (RunningSum(), (3, 8, 5, 4)),
     "dropout": (nn.Dropout(0.3), (3, 8, 5, 4)),
     "dropout 2d": (nn.Dropout2d(0.3), (3, 8, 5, 4)),
     "pixel shuffle": (nn.PixelShuffle(2), (3, 8, 5, 4)),
@@ -338,6 +361,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "extremes": (Extremes(), (3, 8, 5, 4)),
     "crop": (Crop(), (3, 8, 5, 4)),
     "select": (Select(), (3, 8, 5, 4)),
+    "grid sample": (GridSample(), (3, 5, 7, 6)),
     "no strategy": (Flip(), (3, 8, 5, 4)),
     "squeeze-excite": (SqueezeExcite(), (3, 8, 5, 4)),
     "residual": (Residual(), (3, 6, 7, 5)),

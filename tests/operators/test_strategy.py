@@ -12,7 +12,18 @@ from shardwise import Config, Plan, capture, parallelize
 from shardwise.comm.in_process import World
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators import STRATEGIES, Split, strategy_of
+from shardwise.operators import (
+    STRATEGIES,
+    Call,
+    Local,
+    Need,
+    Request,
+    Split,
+    Strategy,
+    operator,
+    registry,
+    strategy_of,
+)
 from shardwise.operators.norm import NormalizeChannels
 
 
@@ -126,3 +137,50 @@ def test_norms_over_ranks_keep_the_digits_of_values_far_from_nought(name: str) -
     expected = model(x)
     for y in found:  # squares of whole values would leave six digits
         torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+
+
+class Forgetful(Strategy):
+    """Says how it is computed, and nothing else."""
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        return ()
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
+
+
+class Careful(Forgetful):
+    keeps_inputs, draws, sensitive = False, False, False
+
+    def read(self, call: Call) -> Request:
+        return Request("careful", (call.x,), {"p": call.get("probability")})
+
+
+@pytest.mark.parametrize(
+    "cls, aten, sentence",
+    [
+        (Forgetful, (), "operator 'x' .* does not say: keeps_inputs, draws, sensitive"),
+        (Forgetful, ("flip",), "does not say: .*, read"),
+        (Careful, ("rand",), "operator 'x': rand draws random numbers"),
+        (Careful, ("flipp",), "there is no ATen operator 'flipp'"),
+    ],
+)
+def test_an_operator_that_forgets_something_is_an_error_when_it_is_made(
+    cls: type[Strategy], aten: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        operator("x", *aten)(cls)
+    assert "x" not in STRATEGIES
+
+
+def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(registry.READERS, "flip", Careful())
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flip(1)
+
+    with pytest.raises(TypeError, match="no overload of flip has an argument 'probability'"):
+        capture(Net(), torch.zeros(2, 3))

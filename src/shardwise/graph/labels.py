@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 DEFAULT = {1: ".", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
 
@@ -17,31 +16,23 @@ def default_dims(shape: Shape) -> str:
     return ("nc" + "." * len(shape))[: len(shape)]
 
 
-def label_dims(
-    op: str, attrs: dict[str, Any], shape: Shape, inputs: list[tuple[Shape, str]]
-) -> str:
-    """The labels of a layer's output, from those of its inputs (shape, labels)."""
+def inherited_dims(shape: Shape, inputs: list[tuple[Shape, str]]) -> str:
+    """The labels of the operand that has most, among those with as many dimensions."""
     same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
-    if op == "permute" and inputs:
-        dims = "".join(inputs[0][1][d] for d in attrs["order"])
-    elif op == "view" and inputs:
-        dims = _view_dims(inputs[0], shape)
-    elif op == "reduce":
-        gone = "." if attrs["keepdim"] else ""
-        labels = enumerate(attrs["labels"])
-        dims = "".join(gone if dim in attrs["dims"] else label for dim, label in labels) or "."
-    elif op == "linear" and (not same_rank or same_rank[0][-1] != "c"):
-        dims = ("nc", "nwc", "nhwc")[len(shape) - 2] if 2 <= len(shape) <= 4 else ""
-    elif op in ("conv", "conv_transpose", "batch_norm", "input") or not same_rank:
-        dims = default_dims(shape)
-    else:
-        dims = max(same_rank, key=lambda d: len(d.replace(".", "")))
+    if not same_rank:
+        return default_dims(shape)
+    return max(same_rank, key=lambda dims: len(dims.replace(".", "")))
+
+
+def each_once(dims: str, shape: Shape) -> str:
+    """The same labels, none of them twice; labels by position where their number is wrong."""
     if len(dims) != len(shape):
         dims = default_dims(shape)
     return "".join("." if label in dims[:i] else label for i, label in enumerate(dims))
 
 
-def _view_dims(source: tuple[Shape, str], shape: Shape) -> str:
+def view_dims(source: tuple[Shape, str], shape: Shape) -> str:
+    """The labels after a reshape: each goes to the first dimension of what it was spread over."""
     labels = ["."] * len(shape)
     for in_dims, out_dims in view_groups(source[0], shape):
         known = [source[1][d] for d in in_dims if source[1][d] != "."]

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-WITHOUT_GRADIENT = ("detach", "zeros_like", "ones_like")  # operators that end its way
-
 
 @dataclass(frozen=True)
 class Operand:
@@ -64,6 +62,11 @@ class Layer:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     scalar: bool = False
+
+    @property
+    def is_input(self) -> bool:
+        """Whether this is a tensor that the user gives, and nothing is computed."""
+        return self.op == "input"
 
     @property
     def inputs(self) -> tuple[str, ...]:

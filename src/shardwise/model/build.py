@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -13,19 +12,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
-from shardwise.graph.labels import default_dims, label_dims
+from shardwise.graph.labels import default_dims, each_once
 from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot
-from shardwise.model.calls import draws, is_an_argument, is_made, names_of, pure, tensor_nodes
-from shardwise.model.in_place import aten_name, is_counter, is_in_place, named_args
+from shardwise.model.in_place import is_counter
 from shardwise.model.source_lines import line_of_node, located
-from shardwise.operators.aten import ITEMS, OPERATORS, OTHERWISE_IN_PLACE, POINTWISE, Request
+from shardwise.model.templates import call_template
+from shardwise.operators import STRATEGIES
+from shardwise.operators.calls import PREVIOUS, Call, Request, aten_name, is_in_place, named_args
+from shardwise.operators.registry import read
 
 if TYPE_CHECKING:
     from shardwise.model.capture import Captured
 
-PADDING = ("conv", "pad", "max_pool", "avg_pool")  # operators that read beyond an edge
-RESHAPES = ("reshape", "view", "_unsafe_view")
-AS_CALLED = ("pointwise", "whole_dim", "opaque", "made")  # operators that run the ATen call itself
+SAME = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 
 
 @dataclass(frozen=True)
@@ -77,175 +76,77 @@ class Builder:
             scalar = node.meta["val"].ndim == 0
             self.values[node] = Operand(kind, name, shape, scalar)  # type: ignore[arg-type]
         else:
-            self._add(node, Request("input", ()), name=node.name, shape=shape)
+            self._add(node, None, Request("input", ()), node.name)
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             self._item(node)
         elif isinstance(value, torch.Tensor):
-            if not self._counts(node):
-                self._tensor(node)
+            if aten_name(node) in SAME:
+                self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+            elif not self._counts(node):
+                self._fulfil(node, Call(node, self._named_args(node), self))
         elif value is None and node.users:
             raise CaptureError(
                 f"operator {node.target} of {self._path(node)!r} has no known result"
             )
 
-    def _tensor(self, node: fx.Node) -> None:
-        name = aten_name(node)
-        args = self._named_args(node)
-        if name in ("alias", "lift_fresh_copy"):
-            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
-        elif name == "select":
-            self._select(node, args["self"], args["dim"], args["index"])
-        else:
-            self._fulfil(node, self._request(node, name, args))
-
-    def _fulfil(self, node: fx.Node, request: Request | None) -> None:
-        """The layer of a request, or the layers of one that is done in several steps."""
-        if request is not None and request.op == "pad" and request.attrs["mode"] != "constant":
-            self._edge_pad(node, request)
-        elif request is not None and request.batch_missing:
-            x = self._operand(request.tensors[0])
-            self._reshaped(node, request, (1, *x.shape), (1, *self._shape(node.meta["val"])))  # type: ignore[union-attr]
-        elif request is not None and request.op == "linear" and node.meta["val"].ndim > 4:
-            x, shape = self._operand(request.tensors[0]), self._shape(node.meta["val"])
-            rows = prod(shape[:-1])  # one dimension of rows is as good as many
-            self._reshaped(node, request, (rows, x.shape[-1]), (rows, shape[-1]))  # type: ignore[union-attr]
-        else:
-            self._add(node, request)
-
-    def _reshaped(
-        self, node: fx.Node, request: Request, given: tuple[int, ...], made: tuple[int, ...]
-    ) -> None:
-        """An operator on its first tensor in another shape: that of one sample, or of rows."""
-        first, *others = request.tensors
-        lifted = self._add(node, Request("view", (first,)), shape=given, dims=default_dims(given))
-        result = self._add(node, replace(request, tensors=(lifted, *others)), shape=made)
-        self._add(node, Request("view", (result,)))
-
-    def _edge_pad(self, node: fx.Node, request: Request) -> None:
-        """Padding with the tensor's own values, one dimension after the other."""
-        operand = self._operand(request.tensors[0])
-        assert operand is not None
-        padded = [(d, pads) for d, pads in enumerate(request.attrs["pads"]) if any(pads)]
-        for dim, pads in padded:
-            shape = list(operand.shape)
-            shape[dim] += sum(pads)
-            attrs = {"mode": request.attrs["mode"], "dim": dim, "edges": pads}
-            edge = Request("edge_pad", (operand,) * 3, attrs)
-            operand = self._add(node, edge, shape=tuple(shape))
-        self.values[node] = operand
-
     def _item(self, node: fx.Node) -> None:
         """One tensor of an operator that returns several."""
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
-        name, args = aten_name(source), self._named_args(source)
         if not node.users:
             return
+        call = Call(source, self._named_args(source), self, index)
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise CaptureError(f"operator {name!r} returns lists in lists, which are not supported")
-        if name in ("chunk", "split", "split_with_sizes"):
-            dim = args["dim"] % len(self._shape(args["self"].meta["val"]))
-            parts = [self._shape(part)[dim] for part in source.meta["val"]]
-            attrs = {"dim": dim, "start": sum(parts[:index]), "step": 1}
-            self._add(node, Request("slice", (args["self"],), attrs))
-        elif name == "unbind":
-            self._select(node, args["self"], args["dim"], index)
-        elif name in ITEMS and index == 0:
-            self._fulfil(node, ITEMS[name](args, self._node_shape))
-        else:
-            self._check_item(source, index)
-            self._add(node, self._opaque(source, index))
-
-    def _check_item(self, source: fx.Node, index: int) -> None:
-        """Every result of an operator is a layer that computes it anew: that must be the same."""
-        used = [user for user in source.users if user.users]
-        if len(used) > 1 and draws(source):
             raise CaptureError(
-                f"{aten_name(source)!r} of {self._path(source) or 'the model'!r} uses random "
-                "numbers, and several of its results are used; use only one of them"
+                f"operator {call.name!r} returns lists in lists, which are not supported"
             )
-        if aten_name(source) == "native_group_norm" and index:
-            raise CaptureError(
-                "the statistics that 'native_group_norm' returns have no gradient of their own; "
-                "compute them with torch.var_mean"
-            )
+        self._fulfil(node, call)
 
-    def _select(self, node: fx.Node, source: fx.Node, dim: int, index: int) -> None:
-        """One index of a dimension: a slice, then a view without that dimension."""
-        shape = self._shape(source.meta["val"])
-        dim %= len(shape)
-        attrs = {"dim": dim, "start": index % shape[dim], "step": 1}
-        cut = (*shape[:dim], 1, *shape[dim + 1 :])
-        operand = self._add(node, Request("slice", (source,), attrs), shape=cut)
-        self._add(node, Request("view", (operand,)))
-
-    def _request(self, node: fx.Node, name: str, args: dict[str, Any]) -> Request | None:
-        """The operator for an ATen call, or None where it has no strategy."""
-        if is_made(node, name):
-            return Request("made", ())
-        if name in POINTWISE:
-            return Request("pointwise", ())
-        try:
-            return OPERATORS[name](args, self._node_shape) if name in OPERATORS else None
-        except KeyError as missing:
-            if is_an_argument(node.target, missing.args[0]):  # of another overload
-                return None
-            raise
+    def _fulfil(self, node: fx.Node, call: Call) -> None:
+        """The layers that compute a call; the node stands for the result of the last one."""
+        requests = read(call)
+        if not requests:
+            self.values[node] = self._operand(call.x)  # type: ignore[assignment]
+        for request in requests:
+            self._add(node, call, request)
 
     # -- layers --------------------------------------------------------------------------------
 
     def _add(
-        self,
-        node: fx.Node,
-        request: Request | None,
-        name: str | None = None,
-        shape: tuple[int, ...] | None = None,
-        dims: str | None = None,
-    ) -> Operand:
+        self, node: fx.Node, call: Call | None, request: Request, name: str | None = None
+    ) -> None:
         """Makes the layer of this request and lets the node stand for its output."""
-        shape = self._shape(node.meta["val"]) if shape is None else shape
-        request = self._opaque(node, None) if request is None else request
-        called = request.attrs.get("node", node) if request.op in AS_CALLED else None
-        tensors = request.tensors if called is None else tensor_nodes(called)
+        strategy, value = STRATEGIES[request.op], node.meta["val"]
+        shape = self._shape(value) if request.shape is None else request.shape
+        tensors = [node if tensor is PREVIOUS else tensor for tensor in request.tensors]
         operands = [self._operand(tensor) for tensor in tensors]
-        if request.op in PADDING:
+        if strategy.reads_beyond:
             operands[0] = self._as_value(node, operands[0])
-        if request.op == "view":
-            self._check_view(node, operands[0], shape)
-        attrs = self._attrs(node, request, operands)
+        attrs = request.attrs | {"present": tuple(o is not None for o in operands)}
         values = [o for o in operands if o is not None and o.kind == "value"]
         inputs = [(o.shape, self.layers[o.name].dims) for o in values]
-        if request.op == "made":  # only the shapes of its operands matter
-            operands = []
+        called: dict[str, Any] = {}
+        if strategy.as_called and call is not None:
+            places = [
+                self._like(t) if strategy.shapes_only else Slot(i) for i, t in enumerate(tensors)
+            ]
+            called = call_template(call.node, dict(zip(tensors, places, strict=True)), self._int)
         layer = Layer(
             name=self._unique(name or self._layer_name(node, request)),
             op=request.op,
-            operands=tuple(o for o in operands if o is not None),
+            operands=() if strategy.shapes_only else tuple(o for o in operands if o is not None),
             shape=shape,
-            dims=dims or label_dims(request.op, attrs, shape, inputs),
+            dims=request.dims or each_once(strategy.labels(attrs, shape, inputs), shape),
             attrs=attrs,
-            dtype=node.meta["val"].dtype,
-            scalar=node.meta["val"].ndim == 0 and shape == (1,),
-            **self._call_template(called, request.op, list(tensors)),
+            dtype=value.dtype,
+            scalar=value.ndim == 0 and shape == (1,),
+            **called,
         )
         self.layers[layer.name] = layer
-        operand = self.values[node] = Operand("value", layer.name, shape, layer.scalar)
-        return operand
-
-    def _check_view(self, node: fx.Node, x: Operand | None, shape: tuple[int, ...]) -> None:
-        """Sizes that were captured for other batches may not fit this one."""
-        args = self._named_args(node) if aten_name(node) in RESHAPES else {}
-        asked = args.get("shape", args.get("size", shape))
-        fits = all(want in (-1, size) for want, size in zip(asked, shape, strict=False))
-        if x is not None and (prod(x.shape) != prod(shape) or not fits):
-            raise CaptureError(
-                f"{repr(self._path(node)) if self._path(node) else 'the model'} calls "
-                f"{aten_name(node)} with a shape that does not fit a batch of {self.batch}: "
-                f"{'x'.join(map(str, x.shape))} as {'x'.join(map(str, asked))}"
-            )
+        self.values[node] = Operand("value", layer.name, shape, layer.scalar)
 
     def _as_value(self, node: fx.Node, operand: Operand | None) -> Operand:
         """A stored tensor as a layer: what lies beyond its edge comes with the messages."""
@@ -268,99 +169,13 @@ class Builder:
         self.layers[layer.name] = layer
         return Operand("value", layer.name, operand.shape)
 
-    def _attrs(
-        self, node: fx.Node, request: Request, operands: list[Operand | None]
-    ) -> dict[str, Any]:
-        """The request's attributes and what strategies need to know beyond them."""
-        attrs = {key: value for key, value in request.attrs.items() if key != "node"}
-        attrs |= self._mode_attrs(node, request)
-        attrs["present"] = tuple(o is not None for o in operands)
-        if request.op in ("pointwise", "opaque", "made"):
-            called = request.attrs.get("node", node)
-            attrs["called"] = aten_name(called)
-            if attrs["called"] == "instance_norm":
-                args = self._named_args(called)
-                self._check_statistics(called, args, args["use_input_stats"])
-            attrs["written"] = is_in_place(called) and request.op != "made"
-            attrs["in_place"] = is_in_place(called) and request.op == "pointwise"
-            attrs["on_a_copy"] = is_in_place(called) and attrs["called"] in OTHERWISE_IN_PLACE
-            if draws(called):
-                attrs["draws"] = True
-        if request.op == "reduce":
-            (x,) = operands
-            assert x is not None
-            known = x.kind == "value"
-            attrs["labels"] = self.layers[x.name].dims if known else default_dims(x.shape)
-        return attrs
-
-    def _call_template(self, called: fx.Node | None, op: str, tensors: list[Any]) -> dict[str, Any]:
-        """The ATen call with slots for its tensors, of operators that are called as they are."""
-        if called is None:
-            return {}
-        slots: dict[fx.Node, Any] = {tensor: Slot(i) for i, tensor in enumerate(tensors)}
-        if op == "made":
-            slots = {tensor: self._like(tensor) for tensor in tensors}
-
-        def template(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                filled = [template(item) for item in value]
-                return tuple(filled) if isinstance(value, tuple) else filled
-            is_tensor = isinstance(value, fx.Node) and value in slots
-            return slots[value] if is_tensor else self._int(value)
-
-        target = called.target if op == "made" else pure(called.target)
-        args, kwargs = called.args, called.kwargs
-        if (
-            sorted(names_of(target)) == sorted(names_of(called.target))
-            and target is not called.target
-        ):
-            args, kwargs = (), named_args(called)  # the twin may have another order
-        return {
-            "target": str(target),
-            "args": tuple(template(argument) for argument in args),
-            "kwargs": {key: template(argument) for key, argument in kwargs.items()},
-        }
-
     def _like(self, node: fx.Node) -> Like:
         value = node.meta["val"]
         shape = tuple(self._int(size) for size in value.shape)
-        return Like(shape, self._memory_order(value), value.dtype)
-
-    def _memory_order(self, value: torch.Tensor) -> tuple[int, ...]:
-        """Dimensions from the slowest to the fastest: the order in which torch draws numbers."""
-        strides = [self._int(stride) for stride in value.stride()]
-        return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-
-    def _opaque(self, node: fx.Node, item: int | None) -> Request:
-        return Request("opaque", (), {"node": node, "item": item})
-
-    def _mode_attrs(self, node: fx.Node, request: Request) -> dict[str, Any]:
-        """Which module's training flag rules, and whether the operator ignores it."""
-        if request.op not in ("batch_norm", "dropout", "feature_dropout"):
-            return {}
-        args = self._named_args(node)
-        flag = args["training"] if request.op == "batch_norm" else args["train"]
-        always = bool(flag) and not self.captured.training
-        never = not flag and self.captured.training  # F.batch_norm(training=False) while training
-        mode = {"module": self._path(node), "always": always, "never": never}
-        if request.op == "batch_norm":
-            self._check_statistics(node, args, bool(flag))
-            always = always or args["running_mean"] is None
-            return mode | {"always": always, "momentum": args["momentum"]}
-        return mode | {"memory": self._memory_order(request.tensors[0].meta["val"]) or (0,)}
-
-    def _check_statistics(self, node: fx.Node, args: dict[str, Any], written: bool) -> None:
-        """What a norm writes into belongs to the model."""
-        for name in ("running_mean", "running_var") if written else ():
-            operand = self._operand(args[name])
-            if operand is not None and operand.kind not in ("param", "buffer"):
-                raise CaptureError(
-                    f"{aten_name(node)} ({node}) writes into its {name}, which is no buffer of "
-                    "the model; register it as one"
-                )
+        return Like(shape, self.memory_order_of(node), value.dtype)
 
     def _operand(self, value: Any) -> Operand | None:
-        if value is None or isinstance(value, Operand):
+        if value is None:
             return value
         if value not in self.values:
             raise CaptureError(f"{value} is used before it is computed")
@@ -374,6 +189,33 @@ class Builder:
             raise CaptureError(f"the model returns its {operand.kind} {operand.name!r} unchanged")
         return operand
 
+    # -- what calls ask ------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        return self.captured.training
+
+    def shape_of(self, tensor: Any) -> tuple[int, ...]:
+        return self._shape(tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor)
+
+    def labels_of(self, tensor: Any) -> str:
+        operand = self._operand(tensor)
+        assert operand is not None
+        known = operand.kind == "value"
+        return self.layers[operand.name].dims if known else default_dims(operand.shape)
+
+    def memory_order_of(self, tensor: Any) -> tuple[int, ...]:
+        """Dimensions from the slowest to the fastest: the order in which torch draws numbers."""
+        strides = [self._int(stride) for stride in tensor.meta["val"].stride()]
+        return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+    def is_stored(self, tensor: Any) -> bool:
+        operand = self._operand(tensor)
+        return operand is not None and operand.kind in ("param", "buffer")
+
+    def module_of(self, node: fx.Node) -> str:
+        return self._path(node)
+
     # -- names, shapes, arguments --------------------------------------------------------------
 
     def _path(self, node: fx.Node) -> str:
@@ -386,7 +228,7 @@ class Builder:
         op = aten_name(node) if node.target is not operator.getitem else request.op
         module = self.captured._modules.get(path)
         is_leaf = path and module is not None and not any(True for _ in module.children())
-        if is_leaf and request.op not in ("pad", "edge_pad"):
+        if is_leaf and not STRATEGIES[request.op].part_of_layer:
             return path
         return f"{path}.{op}" if path else op
 
@@ -396,9 +238,6 @@ class Builder:
             count += 1
             candidate = f"{name}_{count}"
         return candidate
-
-    def _node_shape(self, node: fx.Node) -> tuple[int, ...]:
-        return self._shape(node.meta["val"])
 
     def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
         """The shape for this batch size; a scalar counts as one element of one dimension."""

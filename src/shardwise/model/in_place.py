@@ -16,6 +16,7 @@ from torch import fx
 
 from shardwise.errors import CaptureError
 from shardwise.model.source_lines import located
+from shardwise.operators.calls import aten_name, is_in_place, named_args
 
 aten = torch.ops.aten
 
@@ -28,29 +29,6 @@ SAME = frozenset(("alias", "contiguous", "to", "lift_fresh", "type_as", *DROPOUT
 PERMUTATIONS = frozenset(("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T"))
 END = 2**63 - 1
 COPY = aten.lift_fresh_copy.default  # of a constant; torch.export takes it for a view
-
-
-def aten_name(node: fx.Node, strip: bool = True) -> str:
-    """The operator's name, without the underscore of its in-place twin."""
-    name = str(getattr(node.target, "_schema", node.target)).split("(")[0]
-    name = name.split("::")[-1].split(".")[0]
-    return name.rstrip("_") if strip and not name.startswith("_") else name
-
-
-def is_in_place(node: fx.Node) -> bool:
-    name = aten_name(node, strip=False)
-    return name.endswith("_") and not name.startswith("_")
-
-
-def named_args(node: fx.Node) -> dict[str, Any]:
-    """Arguments by their schema names, defaults filled in."""
-    named = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args):
-            named[argument.name] = node.args[position]
-        else:
-            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return named
 
 
 def functional(graph: fx.Graph, stored: Mapping[str, str], inputs: Collection[str]) -> fx.Graph:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardwise.errors import CaptureError
-from shardwise.model.in_place import is_in_place
+from shardwise.operators.calls import is_in_place
 
 aten = torch.ops.aten
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled

@@ -7,17 +7,22 @@ and computes a partial sum of the filters of block f; partial sums are added ove
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.labels import default_dims, inherited_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
+from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
+from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy, whole
 
 
@@ -25,8 +30,9 @@ class Contraction(Strategy):
     """A product with a weight, over channels: what convolutions and linear layers share."""
 
     channel_dim = 1
+    contracts = True
     joint_channels = False
-    keeps_inputs = True
+    keeps_inputs, draws, sensitive = True, False, False
 
     def partial(self, split: Split) -> Layout | None:
         if split.config.c == 1:
@@ -76,11 +82,36 @@ def _gathered_gradients(
     return [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
 
 
+@operator("linear", "linear")
 class Linear(Contraction):
     """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
 
     channel_dim = -1
     can_gather = True
+    fully_connected = True
+
+    def read(self, call: Call) -> Request | Requests | None:
+        if len(call.shape(call["weight"])) != 2:  # one filter, of an output without a dimension
+            return None
+        request = Request("linear", call.pick("input", "weight", "bias"))
+        given, made = call.shape(), call.result
+        if len(given) == 1:
+            return reshaped(call, request, (1, *given), (1, *made), default_dims((1, *given)))
+        if len(made) > 4:  # one dimension of rows is as good as many
+            rows = prod(made[:-1])
+            return reshaped(call, request, (rows, given[-1]), (rows, made[-1]), "nc")
+        return request
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
+        if same_rank and same_rank[0][-1] == "c":
+            return inherited_dims(shape, inputs)
+        return ("nc", "nwc", "nhwc")[len(shape) - 2] if 2 <= len(shape) <= 4 else ""
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return True
 
     def axes(self, layer: Layer) -> dict[str, int]:
         num_filters, num_channels = layer.operands[1].shape
@@ -124,8 +155,36 @@ def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -
     return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
 
 
+@operator("conv", "conv1d", "conv2d", "conv3d")
 class Conv(Contraction):
     """Convolution in any number of spatial dimensions."""
+
+    reads_beyond = True
+
+    def read(self, call: Call) -> Request | Requests | None:
+        kernel = call.shape(call["weight"])[2:]
+        dilation = per_dim(call["dilation"], len(kernel))
+        pads = _pads(call["padding"], kernel, dilation)
+        return self._request("conv", call, {"pads": pads, "dilation": dilation})
+
+    @staticmethod
+    def _request(op: str, call: Call, attrs: dict[str, Any]) -> Request | Requests:
+        kernel, given = call.shape(call["weight"])[2:], call.shape()
+        attrs["kernel"], attrs["stride"] = kernel, per_dim(call["stride"], len(kernel))
+        attrs["groups"] = call["groups"]
+        request = Request(op, call.pick("input", "weight", "bias"), attrs)
+        if len(given) == len(kernel) + 1:
+            made = (1, *call.result)
+            return reshaped(call, request, (1, *given), made, default_dims((1, *given)))
+        return request
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        return default_dims(shape)
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return True
 
     def axes(self, layer: Layer) -> dict[str, int]:
         weight = layer.operands[1].shape
@@ -193,6 +252,18 @@ class Conv(Contraction):
         return 2.0 * outputs * taps
 
 
+def _pads(
+    padding: str | int | Sequence[int], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    if padding == "same":  # torch puts the odd one on the right
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    assert not isinstance(padding, str)
+    return tuple((p, p) for p in per_dim(padding, len(kernel)))
+
+
 def _narrow(local: Local, x: torch.Tensor, width: int) -> bool:
     """Whether the stock convolution may be wrong: strides over blocks no wider than this.
 
@@ -241,8 +312,19 @@ def _grouped(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+@operator("conv_transpose", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 class ConvTranspose(Conv):
     """Transposed convolution; w is [C, F / groups, R, S]."""
+
+    reads_beyond = False
+
+    def read(self, call: Call) -> Request | Requests | None:
+        num_dims = len(call.shape(call["weight"])) - 2
+        attrs = {name: per_dim(call[name], num_dims) for name in ("padding", "dilation")}
+        return self._request("conv_transpose", call, attrs)
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return False
 
     def axes(self, layer: Layer) -> dict[str, int]:
         channels = layer.operands[0].shape[1] if layer.attrs["groups"] == 1 else 1

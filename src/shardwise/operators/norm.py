@@ -18,9 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.pointwise import is_active
-from shardwise.operators.strategy import Local, Need, Split, Strategy
+from shardwise.operators.calls import Call, Request
+from shardwise.operators.registry import operator
+from shardwise.operators.strategy import Local, Need, Split, Strategy, is_active
 from shardwise.tensors import memory_format_of
 
 
@@ -211,7 +213,8 @@ def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class Norm(Strategy):
     """What the four norms share. Subclasses say what is summed and where parameters lie."""
 
-    keeps_inputs = True
+    keeps_inputs, draws, sensitive = True, False, True
+    normalizes = True
 
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
         """Where the blocks of weight and bias lie."""
@@ -241,8 +244,30 @@ class Norm(Strategy):
         return 8.0 * self.output(split).numels
 
 
+@operator("batch_norm", "batch_norm")
 class BatchNorm(Norm):
     """Statistics per channel over samples and space; parameters follow the channels."""
+
+    counts_batches = True
+
+    def read(self, call: Call) -> Request | None:
+        if len(call.shape()) < 2:
+            return None
+        mode = call.mode(call["training"])
+        if call["training"]:
+            call.check_written("running_mean", "running_var")
+        always = mode["always"] or call["running_mean"] is None
+        attrs = mode | {"always": always, "momentum": call["momentum"], "eps": call["eps"]}
+        names = ("input", "weight", "bias", "running_mean", "running_var")
+        return Request("batch_norm", call.pick(*names), attrs)
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        return default_dims(shape)
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return True
 
     def sums(self, split: Split) -> Layout | None:
         axes = [a for a in ("n", "d", "h", "w") if split.degree(a) > 1]
@@ -296,8 +321,17 @@ def _splits_space(split: Split) -> bool:
     return any(split.dim_degree(dim) > 1 for dim in range(2, len(split.layer.shape)))
 
 
+@operator("instance_norm", "instance_norm")
 class InstanceNorm(Norm):
     """Statistics per sample and channel, over space."""
+
+    def read(self, call: Call) -> Request | None:
+        if call["running_mean"] is not None:  # running statistics of instances: kept whole
+            if call["use_input_stats"]:
+                call.check_written("running_mean", "running_var")
+            return None
+        tensors = call.pick("input", "weight", "bias")
+        return Request("instance_norm", tensors, {"eps": call["eps"]})
 
     def sums(self, split: Split) -> Layout | None:
         if not _splits_space(split):
@@ -316,10 +350,18 @@ class InstanceNorm(Norm):
         return self.normalize(local, x, weight, bias, grouping, count)[0]
 
 
+@operator("group_norm", "group_norm")
 class GroupNorm(Norm):
     """Statistics per sample and group of channels; blocks of channels may cut a group."""
 
     degrees_matter = True
+
+    def read(self, call: Call) -> Request:
+        attrs = {"groups": call["num_groups"], "eps": call["eps"]}
+        return Request("group_norm", call.pick("input", "weight", "bias"), attrs)
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return True
 
     def group_ranges(self, split: Split) -> Ranges:
         channels = split.dim_ranges(1)
@@ -351,8 +393,13 @@ class GroupNorm(Norm):
         return self.normalize(local, x, weight, bias, grouping, count)[0]
 
 
+@operator("layer_norm", "layer_norm")
 class LayerNorm(Norm):
     """Statistics over the last dimensions, for each index of the leading ones."""
+
+    def read(self, call: Call) -> Request:
+        attrs = {"num_dims": len(call["normalized_shape"]), "eps": call["eps"]}
+        return Request("layer_norm", call.pick("input", "weight", "bias"), attrs)
 
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
         lead = len(split.layer.shape) - len(shape)

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 
-from shardwise.errors import ShardwiseError
-from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
+from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.strategy import Local, Need, Split, Strategy, broadcast, narrow
+from shardwise.operators.calls import Call, Request, draws, tensor_nodes
+from shardwise.operators.registry import operator
+from shardwise.operators.strategy import Local, Need, Split, Strategy, broadcast
 
 
+@operator("input")
 class Input(Strategy):
     """A tensor the user gives; its config says which part each rank reads from the data set."""
 
+    keeps_inputs, draws, sensitive = False, False, False
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        return default_dims(shape)
+
     def needs(self, split: Split) -> tuple[Need, ...]:
         return ()
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        raise AssertionError("an input is given")
+
+
+UNARY = """
+    abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh elu erf erfc
+    exp expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p
+    log2 log_sigmoid logit logical_not mish nan_to_num neg reciprocal relu relu6 round rsqrt selu
+    sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc to clone
+    contiguous type_as bitwise_not detach isnan isinf isfinite
+""".split()  # noqa: SIM905 (a word list reads better)
+BINARY = """
+    add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
+    logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
+    bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ fill zero
+""".split()  # noqa: SIM905
+POINTWISE = frozenset(UNARY + BINARY)
+
+# Operators whose derivative is another one in place: from the result, or none at all.
+OTHERWISE_IN_PLACE = frozenset(
+    """
+    elu selu celu leaky_relu rrelu eq ne lt le gt ge logical_and logical_or logical_xor logical_not
+    """.split()  # noqa: SIM905
+)
+
+
+def as_called(op: str, call: Call, overwrites: bool = False) -> Request:
+    """A layer that runs the call itself, on parts of its tensors or on the whole ones."""
+    attrs: dict[str, Any] = {
+        "called": call.name,
+        "written": call.in_place,
+        "in_place": call.in_place and overwrites,
+        "on_a_copy": call.in_place and call.name in OTHERWISE_IN_PLACE,
+    }
+    if draws(call.node):
+        attrs["draws"] = True
+    return Request(op, tuple(tensor_nodes(call.node)), attrs)
 
 
 # What the backward pass of an operator reads; all others read their operands.
@@ -24,8 +72,21 @@ KEEP_NOTHING = frozenset("add sub neg rsub clone to _to_copy alias detach zeros_
 KEEP_OUTPUT = frozenset("relu sigmoid tanh exp sqrt hardsigmoid elu".split())  # noqa: SIM905
 
 
+@operator("pointwise", *POINTWISE)
 class Pointwise(Strategy):
     """Unary and broadcasting operators, called as they are on the local parts."""
+
+    keeps_inputs, draws, sensitive = False, False, False
+    as_called = True
+
+    def read(self, call: Call) -> Request | None:
+        return as_called("pointwise", call, overwrites=True)
+
+    def ends_gradient(self, layer: Layer) -> bool:
+        return layer.attrs.get("called") == "detach"
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return layer.attrs.get("called") in ("add", "sub")
 
     def keeps(self, layer: Layer) -> bool:
         return layer.attrs.get("called") not in {*KEEP_NOTHING, *KEEP_OUTPUT}
@@ -62,8 +123,14 @@ class SignReLU(torch.autograd.Function):
         return gradient.masked_fill(cut_off, 0)  # infinities and NaN too
 
 
+@operator("prelu", "prelu")
 class PReLU(Pointwise):
     """A slope per channel, or one for all; the slope is not broadcast from the right."""
+
+    as_called = False
+
+    def read(self, call: Call) -> Request:
+        return Request("prelu", call.pick("self", "weight"))
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         x, weight = split.layer.operands
@@ -75,106 +142,15 @@ class PReLU(Pointwise):
         return torch.prelu(*tensors)
 
 
+@operator("expand", "expand", "expand_as")
 class Expand(Pointwise):
     """Broadcasting to a larger shape."""
 
     free = True
+    as_called = False
+
+    def read(self, call: Call) -> Request:
+        return Request("expand", (call.x,))
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[0].expand(local.output.shape)
-
-
-class Dropout(Pointwise):
-    """Dropout whose mask does not depend on the split.
-
-    Every rank draws the mask of the whole tensor, as one device would, and uses its own part.
-    Ranks with the same seed therefore compute exactly what one device computes.
-    """
-
-    draws = True
-    keeps_bytes = 4  # the mask
-    feature = False  # whole channels are dropped
-
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        (x,) = tensors
-        is_module = isinstance(local.module, nn.modules.dropout._DropoutNd)
-        p = local.module.p if is_module else local.attrs["p"]  # a module's p may change
-        shape = local.layer.shape
-        if not is_active(local) or p == 0 or 0 in shape:
-            return x
-        if p == 1:  # torch draws nothing then
-            return x * 0.0
-        if self.feature:
-            shape = shape[:2] + (1,) * (len(shape) - 2)
-        mask = _draw(x, shape, local.attrs["memory"], p, fused=x.is_cuda and not self.feature)
-        box = local.output.slices_in(local.output.whole(local.layer.shape))
-        mask = mask[box[:2]] if self.feature else mask[box]
-        return x * mask * (1 / (1 - p))
-
-
-def _draw(
-    x: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], p: float, fused: bool
-) -> torch.Tensor:
-    """The mask one device would draw, in its order of memory; CUDA has a kernel of its own."""
-    dtype = x.dtype if x.is_cuda else torch.bool
-    whole = torch.empty_permuted(shape, order, dtype=dtype, device=x.device)
-    return torch.native_dropout(whole, p, True)[1] if fused else whole.bernoulli_(1 - p)
-
-
-class FeatureDropout(Dropout):
-    feature = True
-
-
-def is_active(local: Local) -> bool:
-    """Whether a layer with two modes behaves as in training."""
-    if local.attrs["never"]:
-        return False
-    return local.attrs["always"] or local.module.training
-
-
-class Made(Strategy):
-    """A tensor that depends only on shapes and perhaps on random numbers.
-
-    Every rank makes all of it, as one device would, and keeps its own part: nothing is sent, and
-    generators of random numbers stay in step.
-    """
-
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        return ()
-
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        made = local.layer.call([], device=local.device).reshape(local.layer.shape)
-        return narrow(made, Box.whole(local.layer.shape), local.output)
-
-
-class Opaque(Strategy):
-    """An operator with no strategy: it runs whole, on one worker.
-
-    One that uses random numbers runs on all, so that generators stay in step; the others forget
-    what came of it.
-    """
-
-    always_runs = True
-
-    def axes(self, layer: Layer) -> dict[str, int]:
-        return {}
-
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        everybody = split.layer.attrs.get("draws", False)
-        ranks = range(split.world) if everybody else split.config.ranks
-        return tuple(Need(Layout.on(o.shape, split.world, ranks)) for o in split.layer.operands)
-
-    def output(self, split: Split) -> Layout:
-        return Layout.on(split.layer.shape, split.world, split.config.ranks)
-
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        result = local.layer.call(tensors)
-        item = local.attrs["item"]
-        made, layer = result if item is None else result[item], local.layer
-        if tuple(made.shape) != (() if layer.scalar else layer.shape):
-            raise ShardwiseError(
-                f"layer {layer.name!r} ({layer.attrs['called']}) made a tensor of shape "
-                f"{tuple(made.shape)} where torch.export had announced {layer.shape}"
-            )
-        y = made.reshape(layer.shape)
-        return y.reshape(-1)[:0].reshape(local.output.shape) if local.output.empty else y

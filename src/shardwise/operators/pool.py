@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from shardwise.errors import CaptureError
 from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.labels import default_dims
+from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
 from shardwise.operators.conv import window
+from shardwise.operators.reduce import reduction
+from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy
 
 MAX_POOL = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
@@ -30,7 +36,20 @@ class Pool(Strategy):
     """Pooling with a fixed kernel; split space is padded by the transfer, with `fill`."""
 
     fill = 0.0
-    keeps_inputs = True
+    keeps_inputs, draws, sensitive = True, False, False
+    reads_beyond = True
+
+    @staticmethod
+    def window(call: Call) -> dict[str, Any]:
+        """What all poolings say of their windows."""
+        num_dims = call.num_dims
+        kernel = per_dim(call["kernel_size"], num_dims)
+        return {
+            "kernel": kernel,
+            "stride": per_dim(call["stride"], num_dims) if call["stride"] else kernel,
+            "padding": per_dim(call["padding"], num_dims),
+            "ceil_mode": call["ceil_mode"],
+        }
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, attrs = split.layer.operands[0].shape, split.layer.attrs
@@ -62,9 +81,26 @@ class Pool(Strategy):
         return self.output(split).numels * float(np.prod(split.layer.attrs["kernel"]))
 
 
+def of_samples(call: Call, request: Request) -> Request | Requests:
+    """Of samples, or of a single one: its first dimension is channels, of which there are some."""
+    given = call.shape()
+    if len(given) != call.num_dims + 1:
+        return request
+    if given[0] == 0:
+        raise CaptureError(f"a sample of {'x'.join(map(str, given))} has no channels to pool")
+    one = (1, *given)
+    return reshaped(call, request, one, (1, *call.result), default_dims(one))
+
+
+@operator("max_pool", "max_pool1d", "max_pool2d", "max_pool3d")
 class MaxPool(Pool):
     fill = float("-inf")
     keeps_bytes = 8  # where each maximum was found
+
+    def read(self, call: Call) -> Request | Requests:
+        dilation = per_dim(call["dilation"], call.num_dims)
+        attrs = self.window(call) | {"dilation": dilation}
+        return of_samples(call, Request("max_pool", (call.x,), attrs))
 
     def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
@@ -77,7 +113,16 @@ class MaxPool(Pool):
         return MAX_POOL[x.ndim - 2](x, a["kernel"], a["stride"], 0, a["dilation"])
 
 
+@operator("avg_pool", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 class AvgPool(Pool):
+    def read(self, call: Call) -> Request | Requests:
+        attrs = self.window(call) | {
+            "dilation": (1,) * call.num_dims,
+            "count_include_pad": call["count_include_pad"],
+            "divisor": None if call.num_dims == 1 else call["divisor_override"],
+        }
+        return of_samples(call, Request("avg_pool", (call.x,), attrs))
+
     def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
         args = (a["kernel"], a["stride"], a["padding"], a["ceil_mode"], a["count_include_pad"])
@@ -119,10 +164,8 @@ def adaptive_window(ranges: Ranges, size: int, outputs: int) -> Ranges:
 class AdaptivePool(Strategy):
     """Pooling to a given size; the windows of neighbouring outputs may overlap."""
 
-    keeps_inputs = True
-
-    def __init__(self, stock: dict) -> None:
-        self.stock = stock
+    keeps_inputs, draws, sensitive = True, False, False
+    stock: dict[int, Any]
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, out = split.layer.operands[0].shape, split.layer.shape
@@ -163,3 +206,24 @@ class AdaptivePool(Strategy):
 
     def flops(self, split: Split) -> np.ndarray:
         return self.needs(split)[0].layout.numels.astype(float)
+
+
+@operator("adaptive_avg_pool", *(f"adaptive_avg_pool{n}d" for n in (1, 2, 3)))
+class AdaptiveAvgPool(AdaptivePool):
+    stock = ADAPTIVE_AVG
+
+    def read(self, call: Call) -> Request | Requests:
+        num_dims, last = call.num_dims, len(call.shape())
+        if set(per_dim(call["output_size"], num_dims)) == {1}:  # a mean: it can be summed in parts
+            return reduction(call, "mean", tuple(range(last - num_dims, last)), keepdim=True)
+        return of_samples(call, Request("adaptive_avg_pool", (call.x,)))
+
+
+@operator("adaptive_max_pool", *(f"adaptive_max_pool{n}d" for n in (1, 2, 3)))
+class AdaptiveMaxPool(AdaptivePool):
+    stock = ADAPTIVE_MAX
+
+    def read(self, call: Call) -> Request | Requests | None:
+        if call.item:  # where each maximum was found
+            return None
+        return of_samples(call, Request("adaptive_max_pool", (call.x,)))

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.layer_graph import Layer
+from shardwise.operators.calls import Call, Request
+from shardwise.operators.registry import operator
 from shardwise.operators.strategy import LABEL_AXES, Local, Need, Split, Strategy, narrow
 
 SPACE = ("d", "h", "w")
 
 
+def reduction(call: Call, kind: str, dims: tuple[int, ...], keepdim: bool) -> Request:
+    labels = call.model.labels_of(call.x)
+    attrs = {"kind": kind, "dims": dims, "keepdim": keepdim, "labels": labels}
+    return Request("reduce", (call.x,), attrs)
+
+
+@operator("reduce", "mean", "sum", "amax", "amin")
 class Reduce(Strategy):
     """Mean, sum, max and min over dimensions.
 
     Sums and means may be split over the spatial dimensions they reduce: every rank sums its part,
     and the parts are added into channels split over those ranks as well.
     """
+
+    keeps_inputs, draws, sensitive = False, False, False
+
+    def read(self, call: Call) -> Request | None:
+        if call.args.get("dtype") is not None:  # amax and amin have none
+            return None
+        num_dims, dims = len(call.shape()), call.get("dim")
+        dims = (dims,) if isinstance(dims, int) else dims
+        dims = tuple(sorted(d % num_dims for d in dims)) if dims else tuple(range(num_dims))
+        return reduction(call, call.name, dims, call.get("keepdim", False))
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        gone = "." if attrs["keepdim"] else ""
+        labels = enumerate(attrs["labels"])
+        return "".join(gone if dim in attrs["dims"] else label for dim, label in labels) or "."
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return super().axes(layer) | self._summed(layer)
@@ -86,8 +114,15 @@ class Reduce(Strategy):
         return self.needs(split)[0].layout.numels.astype(float)
 
 
+@operator("whole_dim", "cumsum")
 class WholeDim(Strategy):
-    """Softmax and the like: one dimension is needed whole, then cut to the block."""
+    """One dimension is needed whole, then cut to the block."""
+
+    keeps_inputs, draws, sensitive = False, False, False
+    as_called = True
+
+    def read(self, call: Call) -> Request:
+        return Request("whole_dim", (call.x,), {"dim": call["dim"] % len(call.shape())})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, whole_dim = split.layer.shape, split.layer.attrs["dim"]
@@ -102,3 +137,11 @@ class WholeDim(Strategy):
 
     def flops(self, split: Split) -> np.ndarray:
         return 4.0 * self.needs(split)[0].layout.numels
+
+
+@operator("softmax", "softmax", "log_softmax")
+class Softmax(WholeDim):
+    sensitive = True
+
+    def read(self, call: Call) -> Request:
+        return replace(super().read(call), op="softmax")

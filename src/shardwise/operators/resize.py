@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
+from shardwise.operators.calls import Call, Request
+from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy
 
 STOCK_MODES = {
@@ -22,8 +24,24 @@ STOCK_MODES = {
 }
 
 
+NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+
+
+@operator("interpolate", *NEAREST, *LINEAR)
 class Interpolate(Strategy):
     """Each output position reads one or two neighbours per dimension."""
+
+    keeps_inputs, draws, sensitive = False, False, False
+
+    def read(self, call: Call) -> Request:
+        linear = call.name in LINEAR
+        attrs = {
+            "mode": "linear" if linear else "nearest",
+            "scales": tuple(call["scale_factors"]) if call["scale_factors"] else None,
+            "align_corners": call["align_corners"] if linear else None,
+        }
+        return Request("interpolate", (call["input"],), attrs)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape = split.layer.operands[0].shape

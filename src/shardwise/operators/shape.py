@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from functools import reduce
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
+from shardwise.errors import CaptureError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import view_groups
+from shardwise.graph.labels import default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
+from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
+from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy, narrow
 
 
 class Moves(Strategy):
     """Operators that compute nothing."""
 
+    keeps_inputs, draws, sensitive = False, False, False
+
     def flops(self, split: Split) -> np.ndarray:
         return np.zeros(split.world)
 
 
+SIZES = ("reshape", "view", "_unsafe_view")  # views that are told the sizes of their result
+
+
+@operator("view", *SIZES, "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 class View(Moves):
     """Any reshape: view, flatten, squeeze, unsqueeze.
 
@@ -31,6 +41,25 @@ class View(Moves):
     """
 
     free = True
+
+    def read(self, call: Call) -> Request:
+        x, shape = call.shape(), call.result
+        told = call.name in SIZES and (call.args.get("shape") or call.args.get("size"))
+        asked = told or shape
+        fits = all(want in (-1, size) for want, size in zip(asked, shape, strict=False))
+        if prod(x) != prod(shape) or not fits:  # sizes that were captured for other batches
+            module = call.model.module_of(call.node)
+            raise CaptureError(
+                f"{repr(module) if module else 'the model'} calls {call.name} with a shape that "
+                f"does not fit a batch of {call.model.batch}: {'x'.join(map(str, x))} as "
+                f"{'x'.join(map(str, asked))}"
+            )
+        return Request("view", (call.x,))
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        return view_dims(inputs[0], shape) if inputs else default_dims(shape)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         source, target = split.layer.operands[0].shape, split.layer.shape
@@ -91,7 +120,25 @@ def _lead(dims: list[int], shape: tuple[int, ...]) -> int | None:
     return next((d for d in dims if shape[d] > 1), None)
 
 
+@operator("permute", "permute", "transpose", "t")
 class Permute(Moves):
+    def read(self, call: Call) -> Request:
+        num_dims = len(call.shape())
+        order = list(range(num_dims))
+        if call.name == "permute":
+            order = [d % num_dims for d in call["dims"]]
+        elif call.name == "t":
+            order = order[::-1]
+        elif order:
+            a, b = call["dim0"], call["dim1"]
+            order[a], order[b] = order[b], order[a]
+        return Request("permute", (call.x,), {"order": tuple(order) or (0,)})
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        return "".join(inputs[0][1][d] for d in attrs["order"]) if inputs else default_dims(shape)
+
     def needs(self, split: Split) -> tuple[Need, ...]:
         order = split.layer.attrs["order"]
         ranges = [split.dim_ranges(order.index(dim)) for dim in range(len(order))]
@@ -101,8 +148,16 @@ class Permute(Moves):
         return tensors[0].permute(local.attrs["order"])
 
 
+@operator("cat", "cat")
 class Cat(Moves):
     """Concatenation: a block needs the part of each operand that falls into it."""
+
+    def read(self, call: Call) -> Request | None:
+        tensors = tuple(call["tensors"])
+        ranks = {len(call.shape(tensor)) for tensor in tensors}
+        if len(ranks) > 1:  # legacy empty tensors
+            return None
+        return Request("cat", tensors, {"dim": call["dim"] % ranks.pop()})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         dim = split.layer.attrs["dim"]
@@ -123,10 +178,32 @@ class Cat(Moves):
         return joined.to(kind)
 
 
+CHUNKS = ("chunk", "split", "split_with_sizes")
+
+
+@operator("slice", "slice", "narrow", "select", "unbind", *CHUNKS)
 class Slice(Moves):
     """A strided part of one dimension."""
 
     free = True
+
+    def read(self, call: Call) -> Request | Requests:
+        shape = call.shape()
+        dim, step = call["dim"] % len(shape), 1
+        if call.name == "slice":
+            start, _, step = slice(*call.pick("start", "end", "step")).indices(shape[dim])
+        elif call.name == "narrow":
+            start = call["start"] % shape[dim]
+        elif call.name in CHUNKS:
+            start = sum(
+                call.model.shape_of(part)[dim] for part in call.node.meta["val"][: call.item]
+            )
+        else:  # one index of a dimension: a slice, then a view without that dimension
+            start = (call["index"] if call.name == "select" else call.item) % shape[dim]
+            cut = (*shape[:dim], 1, *shape[dim + 1 :])
+            attrs = {"dim": dim, "start": start, "step": 1}
+            return [Request("slice", (call.x,), attrs, cut), Request("view", (PREVIOUS,))]
+        return Request("slice", (call.x,), {"dim": dim, "start": start, "step": step})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
@@ -145,8 +222,22 @@ class Slice(Moves):
         return tensors[0][(slice(None),) * local.attrs["dim"] + (slice(None, None, step),)]
 
 
+@operator("pad", "pad", "constant_pad_nd")
 class Pad(Moves):
     """Zero (or constant) padding, cropping included: the transfer's fill does it."""
+
+    reads_beyond = True
+    part_of_layer = True
+
+    def read(self, call: Call) -> Request | Requests | None:
+        mode, shape = call.args.get("mode", "constant"), call.shape()
+        if mode == "circular" and min(call["pad"]) < 0:  # torch cuts off, then wraps
+            return None
+        flat = [*call["pad"], *[0] * (2 * len(shape) - len(call["pad"]))]
+        pads = tuple((flat[2 * i], flat[2 * i + 1]) for i in reversed(range(len(shape))))
+        if mode != "constant":
+            return EdgePad.along(call.x, shape, pads, mode)
+        return Request("pad", (call.x,), {"pads": pads, "mode": mode, "value": call["value"] or 0})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
@@ -158,11 +249,28 @@ class Pad(Moves):
         return tensors[0]
 
 
+@operator("edge_pad")
 class EdgePad(Moves):
     """Circular, reflecting and replicating padding of one dimension.
 
     The operand is needed three times: what lies left of it, itself, and what lies right of it.
     """
+
+    part_of_layer = True
+
+    @staticmethod
+    def along(
+        x: Any, shape: tuple[int, ...], pads: tuple[tuple[int, int], ...], mode: str
+    ) -> Requests:
+        """Padding with the tensor's own values, one dimension after the other."""
+        made, found = list(shape), []
+        for dim, edges in enumerate(pads):
+            if any(edges):
+                made[dim] += sum(edges)
+                attrs = {"mode": mode, "dim": dim, "edges": edges}
+                tensors = (PREVIOUS if found else x,) * 3
+                found.append(Request("edge_pad", tensors, attrs, tuple(made)))
+        return found
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return tuple(Need(Layout.of(split.layer.operands[0].shape, r)) for r in self._parts(split))
@@ -232,8 +340,14 @@ def _edge_sources(mode: str, size: int, left: int, right: int) -> list:
     ]
 
 
+@operator("pixel_shuffle", "pixel_shuffle")
 class PixelShuffle(Moves):
     """Depth to space: r*r channels become a square of r x r positions."""
+
+    def read(self, call: Call) -> Request | None:
+        if len(call.shape()) != 4:
+            return None
+        return Request("pixel_shuffle", (call.x,), {"factor": call["upscale_factor"]})
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, r = split.layer.operands[0].shape, split.layer.attrs["factor"]

@@ -19,7 +19,9 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
 from shardwise.geometry.layout import Layout, Ranges, block
+from shardwise.graph.labels import inherited_dims
 from shardwise.graph.layer_graph import Layer
+from shardwise.operators.calls import Call, Request, Requests
 
 # The grid axes that split a dimension of this label. Channels of an output are split by filters
 # and input channels together, linearised (P2): x and y then live in the same layout.
@@ -217,19 +219,52 @@ def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], An
 class Strategy:
     """An operator whose output is split by its own labels; a base for all others."""
 
+    # What every operator must say, see `operator`.
+    keeps_inputs: bool  # for the backward pass
+    draws: bool  # uses random numbers, which every rank must draw to stay in step
+    sensitive: bool  # loses too much in 16 bits: sums over many values, exponentials
+
     joint_channels = True  # f and c split the same dimension, so their product is limited
-    draws = False  # uses random numbers, which every rank must draw to stay in step
     can_gather = False  # the gradient of its weights may be computed from gathered inputs (P3)
     free = False  # hands out a view of its operand: no time, no memory
     degrees_matter = False  # to what it says, beside which axes are split
-    keeps_inputs = False  # for the backward pass
     always_runs = False  # even if nothing comes of it: torch.export may have told another shape
     keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
+    known = True  # what is not runs whole, and a plan says so
+    contracts = False  # a product with a weight, over channels
+    fully_connected = False  # of samples without space
+    normalizes = False  # belongs into a block with the layer before it
+    counts_batches = False  # in a buffer of its module
+    reads_beyond = False  # the edge of its operand: what is there comes with the messages
+    part_of_layer = False  # a step before the layer that a module stands for
+    as_called = False  # runs the ATen call itself
+    shapes_only = False  # reads nothing of its operands but their shapes
 
     def __init_subclass__(cls) -> None:
         for name in ("output", "partial", "needs", "sums"):
             if name in cls.__dict__:
                 setattr(cls, name, remembered(cls.__dict__[name]))
+
+    def read(self, call: Call) -> Request | Requests | None:
+        """The layers that compute a call; None where this operator cannot: it runs whole then."""
+        raise NotImplementedError
+
+    def labels(
+        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
+    ) -> str:
+        """The labels of the output's dimensions, from the shapes and labels of what it reads."""
+        return inherited_dims(shape, inputs)
+
+    def is_sensitive(self, layer: Layer) -> bool:
+        return self.sensitive
+
+    def ends_gradient(self, layer: Layer) -> bool:
+        """Whether nothing that comes before gets a gradient through this layer."""
+        return False
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        """Whether the output is memory of its own that nobody keeps for the backward pass."""
+        return False
 
     def keeps_output(self, layer: Layer) -> bool:
         """Whether the backward pass reads the output."""
@@ -329,6 +364,13 @@ class Strategy:
                     f"layer {layer.name!r} ({layer.op}): {' x '.join(joint)} = {degree} is larger "
                     f"than its {size} channels"
                 )
+
+
+def is_active(local: Local) -> bool:
+    """Whether a layer with two modes behaves as in training."""
+    if local.attrs["never"]:
+        return False
+    return local.attrs["always"] or local.module.training
 
 
 STRAIGHT = Strategy()

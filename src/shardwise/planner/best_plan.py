@@ -78,7 +78,7 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
     rows, stored, working = [], np.zeros(plan.world), np.zeros(plan.world)
     memory: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
     for layer in graph.layers:
-        if layer.op == "input":
+        if layer.is_input:
             continue
         config = plan.config(layer, graph)
         own, place = costs.at(layer, config)
@@ -119,7 +119,7 @@ def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
 def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> tuple[float, float]:
     """The transfer of one operand: seconds and bytes."""
     graph, source = costs.graph, costs.graph[name]
-    if source.op == "input":
+    if source.is_input:
         return 0.0, 0.0  # every rank reads its own part
     return costs.transfer(
         source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
@@ -161,7 +161,7 @@ class Planner:
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.graph = costs, costs.graph
-        self.layers = [layer for layer in self.graph.layers if layer.op != "input"]
+        self.layers = [layer for layer in self.graph.layers if not layer.is_input]
         if not self.layers:
             raise PlanError("the model computes nothing, so there is nothing to plan")
         most_workers({la.name: costs.of(la).configs for la in self.layers}, costs.world)
@@ -298,7 +298,7 @@ def complete(graph: LayerGraph, world: int, chosen: Mapping[str, Config]) -> Pla
     """A plan from the configs of all layers but the inputs, which follow their first readers."""
 
     def choose(layer: Layer) -> Config:
-        if layer.op != "input":
+        if not layer.is_input:
             return chosen[layer.name]
         readers = [name for name in graph.consumers[layer.name] if name in chosen]
         return fit(layer, chosen[readers[0]] if readers else Config(), graph.batch)

@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.cluster.cluster import Cluster, Device
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
-from shardwise.graph.layer_graph import WITHOUT_GRADIENT, Layer, LayerGraph
+from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.config_stacks import Stacks
@@ -43,7 +43,7 @@ class Roofline:
 
     def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
         strategy = strategy_of(split.layer)
-        if strategy.free or split.layer.op == "input":
+        if strategy.free or split.layer.is_input:
             return np.zeros(split.world), np.zeros(split.world)
         computing = strategy.flops(split) / self.device.flops
         moving = strategy.bytes(split, self.itemsize) / self.device.memory_bandwidth
@@ -255,7 +255,7 @@ class Costs:
         """Layers whose output depends on weights, so that gradients flow back to them."""
         found: set[str] = set()
         for layer in self.graph.layers:
-            ends = layer.attrs.get("called") in WITHOUT_GRADIENT
+            ends = strategy_of(layer).ends_gradient(layer)
             if not ends and (layer.params or any(name in found for name in layer.inputs)):
                 found.add(layer.name)
         return frozenset(found)

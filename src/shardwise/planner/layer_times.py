@@ -144,7 +144,7 @@ class Measured:
     first: frozenset[str]  # layers whose input needs no gradient
 
     def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        if strategy_of(split.layer).free or split.layer.op == "input":
+        if strategy_of(split.layer).free or split.layer.is_input:
             return np.zeros(split.world), np.zeros(split.world)
         shares, index = works(split, split.layer.name not in self.first)
         forward, backward = (t.copy() for t in self.fallback.seconds(split))
@@ -172,7 +172,7 @@ def first_layers(graph: LayerGraph) -> frozenset[str]:
 def all_works(splits: Iterable[Split], first: frozenset[str]) -> Iterator[Work]:
     """Everything to be timed for these splits."""
     for split in splits:
-        if split.layer.op != "input" and not strategy_of(split.layer).free:
+        if not split.layer.is_input and not strategy_of(split.layer).free:
             yield from works(split, split.layer.name not in first)[0]
 
 

@@ -73,14 +73,14 @@ class Findings:
     def explain(self, name: str) -> list[Alternative]:
         """The alternatives for one layer with their costs, best first, as P4's Tables 2 and 3."""
         graph, costs = self.costs.graph, self.costs
-        if name not in graph or graph[name].op == "input":
+        if name not in graph or graph[name].is_input:
             close = get_close_matches(name, [la.name for la in graph.layers], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise PlanError(f"the model has no layer {name!r} to explain{hint}")
         layer, own = graph[name], costs.of(graph[name])
         reading, onward = np.zeros((2, len(own.configs)))
         for index, source in value_operands(layer):
-            if graph[source].op != "input":
+            if not graph[source].is_input:
                 chosen = self.plan.config(graph[source], graph)
                 ends = [(chosen, config) for config in own.configs]
                 reading += [costs.transfer(graph[source], layer, index, pair)[0] for pair in ends]

@@ -55,7 +55,7 @@ class Plan:
             layers={layer.name: choose(layer) for layer in graph.layers},
             inputs=tuple(graph[name].shape for name in graph.inputs),
             signature=graph.signature,
-            whole=tuple(layer.name for layer in graph.layers if layer.op == "opaque"),
+            whole=tuple(layer.name for layer in graph.layers if not strategy_of(layer).known),
             dtypes=tuple(_dtype_name(graph[name].dtype) for name in graph.inputs),
         )
         plan.check(graph)
@@ -74,7 +74,7 @@ class Plan:
         after: set[str] = set()
         for layer in graph.layers:
             flat = len(layer.shape) == 2 and any(name in after for name in layer.inputs)
-            if layer.op == "linear" or flat:
+            if strategy_of(layer).fully_connected or flat:
                 after.add(layer.name)
 
         def choose(layer: Layer) -> Config:

@@ -18,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
-from shardwise.graph.layer_graph import WITHOUT_GRADIENT, Layer, LayerGraph
+from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Local, Need, Split, Strategy, strategy_of
 from shardwise.plans.plan import Plan
 
@@ -221,7 +221,7 @@ class _Compiler:
     def compile(self) -> Program:
         for name in self.graph.inputs:
             self.layouts[name] = layer_layout(self.graph, self.plan, name)
-        ops = [self._op(layer) for layer in self.graph.layers if layer.op != "input"]
+        ops = [self._op(layer) for layer in self.graph.layers if not layer.is_input]
         moved = {move.source for move in self.moves.values()}
         ops = [replace(op, local=replace(op.local, moved=op.result in moved)) for op in ops]
         outputs = tuple(self._output(name) for name in self.graph.outputs)
@@ -274,7 +274,7 @@ class _Compiler:
         result = layer.name if partial is None else f"{layer.name}~"
         layout = self.layouts[layer.name] = strategy.output(split)
         depends = self._trains(operands) or any(s.name in self.differentiable for s in operands)
-        ends = layer.attrs.get("called") in WITHOUT_GRADIENT
+        ends = strategy.ends_gradient(layer)
         if depends and not ends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
             self.differentiable |= {layer.name, result}
         if partial is not None:
@@ -352,7 +352,7 @@ class _Compiler:
         Its own weights make ranks without samples take part in its sums in backward.
         """
         follows = len(group) == 1 and op.operands[0].name == group[0].result and not group[0].sums
-        return follows and op.local.layer.op.endswith("_norm") and self._trains(op.operands)
+        return follows and op.strategy.normalizes and self._trains(op.operands)
 
     def _in_place(self, op: Op, group: list[Op], outputs: tuple[str, ...]) -> Op:
         """Overwrites as the model does, where a layer of this block just made the operand.
@@ -365,7 +365,7 @@ class _Compiler:
         maker = next((o for o in group if o.result == target), None)
         readers = self.graph.consumers.get(target, ())
         alone = readers == (op.local.layer.name,) and target not in outputs
-        if maker is None or not alone or not _makes_new_tensor(maker):
+        if maker is None or not alone or not maker.strategy.makes_new_tensor(maker.local.layer):
             return op
         return replace(op, local=replace(op.local, in_place=True))
 
@@ -430,13 +430,6 @@ class _Compiler:
         if isinstance(step, Run):
             return any(name in self.differentiable for name in step.outputs)
         return step.target in self.differentiable
-
-
-def _makes_new_tensor(op: Op) -> bool:
-    """Whether the result is memory of its own, and not kept for the backward pass."""
-    if op.local.attrs.get("called") in ("add", "sub"):
-        return True
-    return op.local.layer.op in ("conv", "linear", "batch_norm", "group_norm")
 
 
 def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

@@ -180,7 +180,7 @@ def _moved(plan: Plan, findings: Findings, layer: Layer, index: int, name: str) 
     """Bytes between two layers in a step; inputs are read in parts, so that nothing moves."""
     costs = findings.costs
     graph: LayerGraph = costs.graph
-    if graph[name].op == "input":
+    if graph[name].is_input:
         return 0.0
     pair = plan.config(graph[name], graph), plan.config(layer, graph)
     return costs.transfer(graph[name], layer, index, pair)[1]

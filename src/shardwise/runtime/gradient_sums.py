@@ -15,8 +15,8 @@ import torch
 
 from shardwise.comm import About, Communicator, Pending
 from shardwise.errors import ShardwiseError
-from shardwise.graph.layer_graph import WITHOUT_GRADIENT, LayerGraph
-from shardwise.operators import Gradients
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.operators import Gradients, strategy_of
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.program import Program, Run
 
@@ -259,7 +259,7 @@ def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[
     layers, params = set(outputs), set()
     for layer in reversed(graph.layers):
         numbers = layer.dtype.is_floating_point or layer.dtype.is_complex
-        if layer.name in layers and numbers and layer.attrs.get("called") not in WITHOUT_GRADIENT:
+        if layer.name in layers and numbers and not strategy_of(layer).ends_gradient(layer):
             layers.update(layer.inputs)
             params.update(layer.params)
     return layers, params

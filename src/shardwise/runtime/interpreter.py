@@ -26,11 +26,6 @@ Tensors = dict[str, torch.Tensor]
 Lookup = Callable[[Source], torch.Tensor]  # the stored block of a parameter or buffer
 Watch = Callable[[str, torch.Tensor], None]  # a layer's name and its output
 
-# Operators that lose too much in 16 bits: sums over many values, and exponentials.
-SENSITIVE = frozenset(
-    ("batch_norm", "group_norm", "instance_norm", "layer_norm", "softmax", "log_softmax")
-)
-
 
 @dataclass
 class Tape:
@@ -174,7 +169,7 @@ class Runtime:
             if not tensors[index].numel():
                 tensors[index] = tensors[index].reshape(layer.operands[index].shape)
         if self.precision is not None:
-            sensitive = layer.attrs.get("called", layer.op) in SENSITIVE
+            sensitive = op.strategy.is_sensitive(layer)
             dtype = torch.float32 if sensitive else self.precision
             tensors = [_as_real(tensor, dtype) for tensor in tensors]
         y = op.strategy.run(self.bound.share(op, self.device), tensors)

@@ -21,6 +21,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
+from shardwise.operators import strategy_of
 from shardwise.plans.program import Program, Source, layer_layout, to_all
 from shardwise.runtime.agreement import Call, agree, checksum, together
 from shardwise.runtime.block import Block, plain
@@ -184,7 +185,7 @@ def _call(
 def _count_batches(graph: LayerGraph, state: State) -> None:
     """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
     for layer in graph.layers:
-        if layer.op == "batch_norm":
+        if strategy_of(layer).counts_batches:
             module = state.modules[layer.attrs["module"]]
             counter = getattr(module, "num_batches_tracked", None)
             if counter is not None and module.training:

@@ -1,0 +1,203 @@
+"""Calls of ATen operators in an exported graph, and what is made of them.
+
+An operator reads a `Call` and says which layers compute it: `Request`s, mostly one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shardwise.errors import CaptureError
+
+# -- nodes of a graph ------------------------------------------------------------------------------
+
+
+def aten_name(node: fx.Node, strip: bool = True) -> str:
+    """The operator's name, without the underscore of its in-place twin."""
+    name = str(getattr(node.target, "_schema", node.target)).split("(")[0]
+    name = name.split("::")[-1].split(".")[0]
+    return name.rstrip("_") if strip and not name.startswith("_") else name
+
+
+def is_in_place(node: fx.Node) -> bool:
+    name = aten_name(node, strip=False)
+    return name.endswith("_") and not name.startswith("_")
+
+
+def named_args(node: fx.Node) -> dict[str, Any]:
+    """Arguments by their schema names, defaults filled in."""
+    named = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            named[argument.name] = node.args[position]
+        else:
+            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return named
+
+
+def names_of(target: Any) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in target._schema.arguments]
+
+
+def tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a call's arguments, each once, in order."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator uses random numbers."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    args = named_args(node)
+    off = args.get("train", args.get("training")) is False
+    never = 0.0 in (args.get("p", 1.0), args.get("dropout_p", 1.0), args.get("dropout", 1.0))
+    return not off and not never
+
+
+def is_an_argument(target: Any, name: str) -> bool:
+    """Whether any overload of an operator has such an argument."""
+    packet = getattr(target, "overloadpacket", None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return any(name == a.name for each in overloads for a in each._schema.arguments)
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """A layer that is to be made: an operator, its tensors (graph nodes, or None), its attributes.
+
+    Where several requests follow each other, `PREVIOUS` stands for the result of the one before.
+    """
+
+    op: str
+    tensors: tuple[Any, ...]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] | None = None  # of the result, where it is not that of the call
+    dims: str | None = None  # its labels, where they do not follow from those of its tensors
+
+
+class Previous:
+    """Stands for the result of the request before."""
+
+
+PREVIOUS = Previous()
+Requests = list[Request]
+
+
+class Model(Protocol):
+    """What a call may ask of the model that makes it."""
+
+    @property
+    def training(self) -> bool: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def shape_of(self, tensor: Any) -> tuple[int, ...]: ...
+
+    def labels_of(self, tensor: Any) -> str: ...
+
+    def memory_order_of(self, tensor: Any) -> tuple[int, ...]: ...
+
+    def is_stored(self, tensor: Any) -> bool: ...
+
+    def module_of(self, node: fx.Node) -> str: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an ATen operator; `item` is which of several results is asked for."""
+
+    node: fx.Node
+    args: dict[str, Any]  # by name, defaults filled in, sizes as plain numbers
+    model: Model
+    item: int | None = None
+
+    @property
+    def name(self) -> str:
+        return aten_name(self.node)
+
+    @property
+    def num_dims(self) -> int:
+        """The number in a name such as conv2d."""
+        return int(self.name[-2])
+
+    @property
+    def x(self) -> Any:
+        """The first tensor, whatever it is called."""
+        return self.args["input"] if "input" in self.args else self.args["self"]
+
+    @property
+    def in_place(self) -> bool:
+        return is_in_place(self.node)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that not every overload has; no overload having it is a mistake."""
+        if name not in self.args and not self.may_have(name):
+            raise TypeError(f"no overload of {self.name} has an argument {name!r}")
+        return self.args.get(name, default)
+
+    def may_have(self, name: str) -> bool:
+        return is_an_argument(self.node.target, name)
+
+    def pick(self, *names: str) -> tuple[Any, ...]:
+        return tuple(self.args[name] for name in names)
+
+    def shape(self, tensor: Any = None) -> tuple[int, ...]:
+        """The shape of a tensor: of the first one, if it is not said which."""
+        return self.model.shape_of(self.x if tensor is None else tensor)
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the result that is asked for."""
+        value = self.node.meta["val"]
+        return self.model.shape_of(value if self.item is None else value[self.item])
+
+    def mode(self, flag: bool) -> dict[str, Any]:
+        """Which module's training flag rules, and whether the operator ignores it."""
+        return {
+            "module": self.model.module_of(self.node),
+            "always": bool(flag) and not self.model.training,
+            "never": not flag and self.model.training,  # F.dropout(training=False), say
+        }
+
+    def check_written(self, *names: str) -> None:
+        """What a norm writes into belongs to the model."""
+        for name in names:
+            tensor = self.args[name]
+            if tensor is not None and not self.model.is_stored(tensor):
+                raise CaptureError(
+                    f"{self.name} ({self.node}) writes into its {name}, which is no buffer of "
+                    "the model; register it as one"
+                )
+
+
+# -- what several operators say alike --------------------------------------------------------------
+
+
+def per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
+    """An attribute given once or per spatial dimension, as one number per dimension."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * num_dims if len(values) == 1 else values
+
+
+def reshaped(
+    call: Call, request: Request, given: tuple[int, ...], made: tuple[int, ...], dims: str
+) -> Requests:
+    """An operator on its first tensor in another shape: that of a batch of one, or of rows."""
+    first, *others = request.tensors
+    lifted = Request("view", (first,), shape=given, dims=dims)
+    inside = replace(request, tensors=(PREVIOUS, *others), shape=made)
+    return [lifted, inside, Request("view", (PREVIOUS,), shape=call.result)]
