@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.errors import LostPeer
 
 LONGEST = 4000  # bytes of a sentence
-PATIENCE = 1.0  # seconds for a peer to say its sentence, or to take one
+PATIENCE = 4.0  # seconds at most for a peer to say its sentence, or to take one
 INTERVAL = 0.5  # seconds between two looks into the store
 KEY = "shardwise/failure"
 

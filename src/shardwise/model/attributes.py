@@ -91,7 +91,10 @@ class Attributes:
         tables, self._num_reads = dict(self._tables()), _num_names(self._reads)
         self._own, self._seen = self._copied(tables[""]), [*map(self._copied, self._dicts)]
         read = [
-            own[n] for path, own in tables.items() for n in own if n in self._reads.get(path, ())
+            own[name]
+            for path, own in tables.items()
+            for name in self._reads.get(path, ())
+            if name in own and name not in INTERNAL  # buffers change in every step, and may
         ]
         tensors = (value for value in inside(read) if isinstance(value, torch.Tensor))
         self._tensors = [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter)]
