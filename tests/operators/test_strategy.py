@@ -184,3 +184,18 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 
     with pytest.raises(TypeError, match="no overload of flip has an argument 'probability'"):
         capture(Net(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    "module, sensitive",
+    [
+        (nn.Softmax(1), True),
+        (nn.LogSoftmax(1), True),
+        (nn.GroupNorm(2, 4), True),
+        (nn.InstanceNorm2d(4, track_running_stats=True), True),  # runs whole
+        (nn.Conv2d(4, 4, 3), False),
+    ],
+)
+def test_what_loses_too_much_in_16_bits_says_so(module: nn.Module, sensitive: bool) -> None:
+    layer = layer_of(module, 2, 4, 5, 5)
+    assert strategy_of(layer).is_sensitive(layer) == sensitive
