@@ -17,8 +17,9 @@ from shardwise.comm import Recording, Sent
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
+from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Move, Op, Program, Run, compile_program, to_all
+from shardwise.plans.program import Move, Op, Program, Run, to_all
 from shardwise.runtime.parallel import parallelize
 
 BYTES = 8  # of a float64

@@ -24,7 +24,8 @@ from shardwise.planner.best_plan import predict
 from shardwise.planner.costs import Costs, Training
 from shardwise.planner.links import Network
 from shardwise.planner.simulate import _Lanes, simulate
-from shardwise.plans.program import Move, compile_program, to_all
+from shardwise.plans.compile import compile_program
+from shardwise.plans.program import Move, to_all
 from shardwise.plans.trace import Span, Trace
 
 LOCAL = Training(output="local")  # every rank keeps its part of the output

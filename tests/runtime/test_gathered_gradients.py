@@ -12,7 +12,7 @@ from shardwise import Plan, capture
 from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.plans.program import compile_program
+from shardwise.plans.compile import compile_program
 
 NET = nn.Sequential(
     nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 3, bias=False)

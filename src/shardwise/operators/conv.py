@@ -1,16 +1,9 @@
-"""Convolutions and linear layers: samples, space, filters and input channels may all be split.
-
-x_NCHW, w_FCRS, y_NFHW. P2's stationary-x is a split of c, stationary-y of f, stationary-w of both.
-A rank with coordinates (c, f) holds the weight block (f, c), needs the input channels of block c
-and computes a partial sum of the filters of block f; partial sums are added over c.
-"""
+"""Convolutions, plain and transposed, in any number of dimensions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,133 +11,13 @@ import torch
 from torch.nn import functional
 
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims, inherited_dims
+from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
+from shardwise.operators.contraction import Contraction
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy, whole
-
-
-class Contraction(Strategy):
-    """A product with a weight, over channels: what convolutions and linear layers share."""
-
-    channel_dim = 1
-    contracts = True
-    joint_channels = False
-    keeps_inputs, draws, sensitive = True, False, False
-
-    def partial(self, split: Split) -> Layout | None:
-        if split.config.c == 1:
-            return None
-        shape = split.layer.shape
-        ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
-        dim = self.channel_dim % len(shape)
-        ranges[dim] = split.ranges(shape[dim], "f")
-        return Layout.of(shape, ranges)
-
-    def bias(self, split: Split) -> Need:
-        """Only the first of the ranks whose partial sums are added carries the bias."""
-        num_filters = split.layer.shape[self.channel_dim]
-        first = (split.coordinates["c"] == 0)[:, None]
-        return Need(Layout.of((num_filters,), [split.ranges(num_filters, "f") * first]))
-
-
-class GatheredLinear(torch.autograd.Function):
-    """A linear layer whose weights' gradient every rank computes whole, for all samples (P3).
-
-    Inputs and errors are gathered while the backward pass goes on; the runtime says when the
-    gradient is computed from them.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, local):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
-        ctx.local = local
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        if of_weight or of_bias:
-            starts = zip(ctx.local.gather, (x, dy), strict=True)
-            coming = tuple(start(t) for start, t in starts)
-            ctx.local.later(partial(_gathered_gradients, coming, of_weight, of_bias))
-        return dy @ weight if of_x else None, None, None, None
-
-
-def _gathered_gradients(
-    coming: tuple[Callable[[], torch.Tensor], ...], of_weight: bool, of_bias: bool
-) -> list[torch.Tensor | None]:
-    """The gradients of weight and bias, from the inputs and errors of all samples."""
-    inputs, errors = (wait().flatten(0, -2) for wait in coming)
-    return [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
-
-
-@operator("linear", "linear")
-class Linear(Contraction):
-    """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
-
-    channel_dim = -1
-    can_gather = True
-    fully_connected = True
-
-    def read(self, call: Call) -> Request | Requests | None:
-        if len(call.shape(call["weight"])) != 2:  # one filter, of an output without a dimension
-            return None
-        request = Request("linear", call.pick("input", "weight", "bias"))
-        given, made = call.shape(), call.result
-        if len(given) == 1:
-            return reshaped(call, request, (1, *given), (1, *made), default_dims((1, *given)))
-        if len(made) > 4:  # one dimension of rows is as good as many
-            rows = prod(made[:-1])
-            return reshaped(call, request, (rows, given[-1]), (rows, made[-1]), "nc")
-        return request
-
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
-        if same_rank and same_rank[0][-1] == "c":
-            return inherited_dims(shape, inputs)
-        return ("nc", "nwc", "nhwc")[len(shape) - 2] if 2 <= len(shape) <= 4 else ""
-
-    def makes_new_tensor(self, layer: Layer) -> bool:
-        return True
-
-    def axes(self, layer: Layer) -> dict[str, int]:
-        num_filters, num_channels = layer.operands[1].shape
-        return super().axes(layer) | {"f": num_filters, "c": num_channels}
-
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        x, weight = split.layer.operands[:2]
-        filters, channels = weight.shape
-        lead = [split.dim_ranges(dim) for dim in range(len(x.shape) - 1)]
-        inputs = Layout.of(x.shape, [*lead, split.ranges(channels, "c")])
-        block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
-        needs = [Need(inputs), Need(block)]
-        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
-
-    def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
-        if split.config.gradient == "sum" or split.config.n == 1:
-            return ()
-        held = self.needs(split)[0].layout, self.output(split)
-        return tuple((layout, whole(split, layout.shape)) for layout in held)
-
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        x, weight, bias = [*tensors, None][:3]
-        bias = bias if bias is not None and bias.numel() else None
-        if local.gather:
-            x = x if x.numel() else x.reshape(*x.shape[:-1], weight.shape[1])  # no samples here
-            y: torch.Tensor = GatheredLinear.apply(x, weight, bias, local)  # type: ignore
-            return y.reshape(local.output.shape)
-        return functional.linear(x, weight, bias)
-
-    def flops(self, split: Split) -> np.ndarray:
-        rows = (self.partial(split) or self.output(split)).numels
-        weight = self.needs(split)[1].layout
-        return 2.0 * rows * (weight.bounds[:, 1, 1] - weight.bounds[:, 1, 0])
+from shardwise.operators.strategy import Local, Need, Split, Strategy
 
 
 def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:

@@ -19,9 +19,10 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.costs import STATISTICS, Roofline, Timer, Training
 from shardwise.planner.links import Level, Network, segments_of
+from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Cut, Move, Op, Program, Run, compile_program, to_all
+from shardwise.plans.program import Cut, Move, Op, Program, Run, to_all
 from shardwise.plans.trace import Span, Trace
 
 

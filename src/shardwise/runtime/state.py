@@ -21,9 +21,10 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import Attributes, Looks
 from shardwise.model.captures import Graphs, Kinds, ModelGraphs
 from shardwise.modules import named_tensors
+from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Program, check_held, compile_program, param_layouts
+from shardwise.plans.program import Program, check_held, param_layouts
 from shardwise.runtime.blank import Blanks
 from shardwise.runtime.gradient_sums import Buffers, Choice, Chunks, GradientSums, Late
 from shardwise.runtime.interpreter import Bound, Tensors, Watch

@@ -1,0 +1,286 @@
+"""From a graph and a plan to the program of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.errors import PlanError
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.transfer import Transfer
+from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.operators import Local, Need, Split, strategy_of
+from shardwise.plans.plan import Plan
+from shardwise.plans.program import (
+    Cut,
+    Move,
+    Op,
+    Program,
+    Run,
+    Source,
+    Step,
+    layer_layout,
+    param_layouts,
+)
+
+
+def compile_program(
+    graph: LayerGraph,
+    plan: Plan,
+    rank: int,
+    trainable: frozenset[str],
+    whole_inputs: bool = True,
+    inputs_need_gradient: bool = False,
+) -> Program:
+    """The steps of this rank; every rank compiles the same steps with its own boxes."""
+    return _Compiler(graph, plan, rank, trainable, whole_inputs, inputs_need_gradient).compile()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        graph: LayerGraph,
+        plan: Plan,
+        rank: int,
+        trainable: frozenset[str],
+        whole_inputs: bool,
+        inputs_need_gradient: bool,
+    ) -> None:
+        self.graph, self.plan, self.rank = graph, plan, rank
+        self.trainable = trainable
+        self.whole_inputs = whole_inputs
+        self.params = param_layouts(graph, plan)
+        self.layouts: dict[str, Layout] = {}
+        self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
+        self.moves: dict[str, Move | Cut] = {}  # by target
+        self.gathered: dict[tuple[str, Need], str] = {}
+        self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
+
+    def compile(self) -> Program:
+        for name in self.graph.inputs:
+            self.layouts[name] = layer_layout(self.graph, self.plan, name)
+        ops = [self._op(layer) for layer in self.graph.layers if not layer.is_input]
+        moved = {move.source for move in self.moves.values()}
+        ops = [replace(op, local=replace(op.local, moved=op.result in moved)) for op in ops]
+        outputs = tuple(self._output(name) for name in self.graph.outputs)
+        runs = self._blocks(ops, outputs)
+        forward = self._order(runs, late=False)
+        late = self._order(runs, late=True)
+        backward = tuple(step for step in reversed(late) if self._needs_backward(step))
+        return Program(
+            forward=forward,
+            backward=backward,
+            layouts=self.layouts,
+            boxes={name: layout[self.rank] for name, layout in self.layouts.items()},
+            params=self.params,
+            inputs=self.graph.inputs,
+            outputs=outputs,
+            dtypes=self.dtypes,
+            scalars=frozenset(
+                value
+                for value, name in zip(outputs, self.graph.outputs, strict=True)
+                if self.graph[name].scalar
+            ),
+            frees=_frees(forward, outputs),
+            differentiable=frozenset(self.differentiable),
+            gathered=self._gathered_params(ops),
+            whole_inputs=self.whole_inputs,
+        )
+
+    def _gathered_params(self, ops: list[Op]) -> frozenset[str]:
+        """Parameters of layers that gather; one that another layer shares must be gathered too."""
+        names = [(s.name, bool(op.gathers)) for op in ops for s in op.operands if s.kind == "param"]
+        mixed = {name for name, gathers in names if gathers} & {n for n, g in names if not g}
+        if mixed:
+            raise PlanError(
+                f"parameter {min(mixed)!r} is shared by layers, and only some of them have "
+                "gradient 'gather'; give all of them the same"
+            )
+        return frozenset(name for name, gathers in names if gathers)
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _op(self, layer: Layer) -> Op:
+        strategy = strategy_of(layer)
+        config = self.plan.config(layer, self.graph)
+        split = Split.of(layer, config, self.plan.world)
+        needs, partial = strategy.needs(split), strategy.partial(split)
+        operands = tuple(
+            self._source(operand.kind, operand.name, need)
+            for operand, need in zip(layer.operands, needs, strict=True)
+        )
+        result = layer.name if partial is None else f"{layer.name}~"
+        layout = self.layouts[layer.name] = strategy.output(split)
+        depends = self._trains(operands) or any(s.name in self.differentiable for s in operands)
+        ends = strategy.ends_gradient(layer)
+        if depends and not ends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
+            self.differentiable |= {layer.name, result}
+        if partial is not None:
+            self.layouts[result], self.dtypes[result] = partial, layer.dtype
+            self.moves[layer.name] = Move(result, layer.name, Transfer(partial, layout))
+            layout = partial
+        sums = strategy.sums(split)
+        box = sums[self.rank] if sums is not None else None
+        local = Local(layer, config, layout[self.rank], tuple(s.box for s in operands), box)
+        total = Transfer(sums, sums) if sums is not None else None
+        gathers = tuple(Transfer(*layouts) for layouts in strategy.gathers(split))
+        joins = (box is not None and not box.empty) or any(
+            g.target.numels[self.rank] for g in gathers
+        )
+        draws = strategy.draws or layer.attrs.get("draws", False)
+        announced = strategy.always_runs and 0 in layer.shape and self.rank in config.ranks
+        active = not local.output.empty or draws or joins or announced
+        without = tuple(i for i, operand in enumerate(layer.operands) if 0 in operand.shape)
+        return Op(strategy, local, operands, result, active, total, gathers, without)
+
+    def _trains(self, operands: tuple[Source, ...]) -> bool:
+        return any(s.kind == "param" and s.name in self.trainable for s in operands)
+
+    def _source(self, kind: str, name: str, need: Need) -> Source:
+        if kind != "value":
+            return Source(kind, name, need.layout[self.rank])
+        return Source("value", self._gathered(name, need), need.layout[self.rank])
+
+    def _gathered(self, name: str, need: Need) -> str:
+        """The value of this tensor in the needed layout; the tensor's own if that is the same."""
+        cut = self.whole_inputs and name in self.graph.inputs
+        transfer = Transfer(self.layouts[name], need.layout, need.fill)
+        if transfer.is_identity and not cut:
+            return name
+        key = (name, need)
+        if key not in self.gathered:
+            target = f"{name}>{sum(source == name for source, _ in self.gathered)}"
+            self.gathered[key] = target
+            self.layouts[target], self.dtypes[target] = need.layout, self.dtypes[name]
+            self.moves[target] = Cut(name, target, need) if cut else Move(name, target, transfer)
+            if name in self.differentiable:
+                self.differentiable.add(target)
+        return self.gathered[key]
+
+    def _output(self, name: str) -> str:
+        """The value that the user gets: of an input returned as it is, this rank's part."""
+        if name not in self.graph.inputs:
+            return name
+        return self._gathered(name, Need(self.layouts[name]))
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    def _blocks(self, ops: list[Op], outputs: tuple[str, ...]) -> list[Run]:
+        """Consecutive layers join as long as nothing moves between them.
+
+        A layer with weights begins a new block, so that its gradient is ready early. It keeps its
+        input for the backward pass anyway, so the cut costs no memory. So does a layer with sums
+        inside, of which a block has one at most: all ranks come to them in the same order. A norm
+        of what the layer before it has made stays with that layer.
+        """
+        groups: list[list[Op]] = []
+        for op in ops:
+            made = {earlier.result for earlier in groups[-1]} if groups else set()
+            values = [s.name for s in op.operands if s.kind == "value"]
+            moved = any(self._origin(value) in made for value in values if value in self.moves)
+            begins = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
+            if not groups or moved or (begins and not self._completes(op, groups[-1])):
+                groups.append([])
+            groups[-1].append(self._in_place(op, groups[-1], outputs))
+        return [self._run(group, groups, outputs) for group in groups]
+
+    def _completes(self, op: Op, group: list[Op]) -> bool:
+        """Whether a norm follows the one layer of a block that it normalises.
+
+        Its own weights make ranks without samples take part in its sums in backward.
+        """
+        follows = len(group) == 1 and op.operands[0].name == group[0].result and not group[0].sums
+        return follows and op.strategy.normalizes and self._trains(op.operands)
+
+    def _in_place(self, op: Op, group: list[Op], outputs: tuple[str, ...]) -> Op:
+        """Overwrites as the model does, where a layer of this block just made the operand.
+
+        The stock model's in-place ReLU saves a pass over memory; without it one worker was slower.
+        """
+        if not op.local.attrs.get("in_place") or op.local.moved:
+            return op
+        target = op.operands[0].name
+        maker = next((o for o in group if o.result == target), None)
+        readers = self.graph.consumers.get(target, ())
+        alone = readers == (op.local.layer.name,) and target not in outputs
+        if maker is None or not alone or not maker.strategy.makes_new_tensor(maker.local.layer):
+            return op
+        return replace(op, local=replace(op.local, in_place=True))
+
+    def _origin(self, value: str) -> str:
+        """The value a block computed, from which this one was moved."""
+        while value in self.moves:
+            value = self.moves[value].source
+        return value
+
+    def _run(self, group: list[Op], groups: list[list[Op]], outputs: tuple[str, ...]) -> Run:
+        made = [op.result for op in group]
+        read = [s.name for op in group for s in op.operands if s.kind == "value"]
+        outside = {
+            s.name for other in groups if other is not group for op in other for s in op.operands
+        }
+        outside |= {move.source for move in self.moves.values()} | set(outputs)
+        params = [s.name for op in group for s in op.operands if self._trains((s,))]
+        return Run(
+            ops=tuple(group),
+            inputs=tuple(dict.fromkeys(name for name in read if name not in made)),
+            outputs=tuple(name for name in made if name in outside),
+            params=tuple(dict.fromkeys(params)),
+        )
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _order(self, runs: list[Run], late: bool) -> tuple[Step, ...]:
+        """Runs with the moves between them: right after their source, or before their reader."""
+        steps: list[Step] = []
+        placed: set[str] = set()
+
+        def place(target: str) -> None:
+            if target in placed or target not in self.moves:
+                return
+            placed.add(target)
+            place(self.moves[target].source)
+            steps.append(self.moves[target])
+
+        def place_readers(source: str) -> None:
+            for target, move in self.moves.items():
+                if move.source == source and target not in placed:
+                    placed.add(target)
+                    steps.append(move)
+                    place_readers(target)
+
+        if not late:
+            for name in self.graph.inputs:
+                place_readers(name)
+        for run in runs:
+            if late:
+                for name in run.inputs:
+                    place(name)
+            steps.append(run)
+            if not late:
+                for name in run.outputs:
+                    place_readers(name)
+        for target in self.moves:
+            place(target)  # what only the user reads
+        return tuple(steps)
+
+    def _needs_backward(self, step: Step) -> bool:
+        if isinstance(step, Run):
+            return any(name in self.differentiable for name in step.outputs)
+        return step.target in self.differentiable
+
+
+def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """For every step, the values that are read there for the last time."""
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Run):
+            for name in (*step.inputs, *step.outputs):
+                last[name] = index
+        else:
+            last[step.source] = last[step.target] = index
+    for name in outputs:
+        last.pop(name, None)
+    frees: list[list[str]] = [[] for _ in steps]
+    for name, index in last.items():
+        frees[index].append(name)
+    return tuple(map(tuple, frees))
