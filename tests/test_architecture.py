@@ -90,10 +90,15 @@ def test_no_pickle_is_read_from_a_file() -> None:
 
 def test_public_names_exist_and_have_one_home() -> None:
     names = [name for names in shardwise.HOMES.values() for name in names]
-    modules = [home for home, names in shardwise.HOMES.items() if not names]
-    assert sorted([*names, *modules, "__version__"]) == sorted(shardwise.__all__)
+    assert sorted([*names, "data", "zoo", "__version__"]) == sorted(shardwise.__all__)
     for name in shardwise.__all__:
         assert getattr(shardwise, name) is not None
+
+
+def test_a_folder_is_there_when_it_is_asked_for() -> None:
+    code = "import shardwise; shardwise.checkpoint.Checkpoints, shardwise.verify.compare"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert not hasattr(shardwise, "nothing") and not hasattr(shardwise, "_nothing")
 
 
 def test_the_root_has_few_files() -> None:

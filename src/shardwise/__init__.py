@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shardwise.version import __version__
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 HOMES = {  # of public names; each is imported when it is first used, as torch.export takes seconds
     "checkpoint.loading": ("load_weights",),
     "cluster.cluster": ("Cluster",),
-    "data": (),
     "errors": ("CaptureError", "LostPeer", "PlanError", "ShardwiseError", "WorkerError"),
     "geometry.grid": ("Config",),
     "graph.layer_graph": ("Layer", "LayerGraph"),
@@ -54,7 +54,6 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "training.settings": ("Settings",),
     "training.start": ("train",),
     "training.trainer": ("Trainer",),
-    "zoo": (),
 }
 
 __all__ = [
@@ -96,10 +95,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     for home, names in HOMES.items():
-        if name in names or name == home:
-            module = import_module(f"shardwise.{home}")
-            found = globals()[name] = module if name == home else getattr(module, name)
+        if name in names:
+            found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
             return found
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):  # a folder, such as `data`
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

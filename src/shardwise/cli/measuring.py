@@ -25,18 +25,20 @@ from shardwise.cli.options import (
 if TYPE_CHECKING:
     from shardwise.verify.results import PlanResult
 
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        help="Input shape, such as 2x3x224x224; once per input of the model. 2x16:int64:1000 "
+        "is one of whole numbers below 1000.",
+    ),
+]
+
 
 def verify(
     model: Model,
     workers: Workers = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            help="Input shape, such as 2x3x224x224; once per input of the model. 2x16:int64:1000 "
-            "is one of whole numbers below 1000.",
-        ),
-    ] = None,
+    shape: Inputs = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Number of samples. (default: one per worker, at least 2)"),

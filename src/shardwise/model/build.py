@@ -18,13 +18,21 @@ from shardwise.model.in_place import is_counter
 from shardwise.model.source_lines import line_of_node, located
 from shardwise.model.templates import call_template
 from shardwise.operators import STRATEGIES
-from shardwise.operators.calls import PREVIOUS, Call, Request, aten_name, is_in_place, named_args
+from shardwise.operators.calls import (
+    PREVIOUS,
+    Call,
+    Request,
+    aten_name,
+    bare,
+    is_in_place,
+    named_args,
+)
 from shardwise.operators.registry import read
 
 if TYPE_CHECKING:
     from shardwise.model.capture import Captured
 
-SAME = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
+RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Builder:
         if node.target is operator.getitem:
             self._item(node)
         elif isinstance(value, torch.Tensor):
-            if aten_name(node) in SAME:
+            if aten_name(node) in RENAMES:
                 self.values[node] = self.values[node.args[0]]  # type: ignore[index]
             elif not self._counts(node):
                 self._fulfil(node, Call(node, self._named_args(node), self))
@@ -225,7 +233,7 @@ class Builder:
 
     def _layer_name(self, node: fx.Node, request: Request) -> str:
         path = self._path(node)
-        op = aten_name(node) if node.target is not operator.getitem else request.op
+        op = bare(aten_name(node)) if node.target is not operator.getitem else request.op
         module = self.captured._modules.get(path)
         is_leaf = path and module is not None and not any(True for _ in module.children())
         if is_leaf and not STRATEGIES[request.op].part_of_layer:
@@ -274,7 +282,7 @@ class Builder:
                 of = f" of module {path!r}" if path else ""
                 code = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
                 shown = ", ".join(part.strip() for part in (*code, line_of_node(node)) if part)
-                return f" of {aten_name(node)!r}{of}{f' ({shown})' if shown else ''}"
+                return f" of {bare(aten_name(node))!r}{of}{f' ({shown})' if shown else ''}"
         return f" ({expr})"
 
     def _named_args(self, node: fx.Node) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def call_template(
         is_tensor = isinstance(value, fx.Node) and value in places
         return places[value] if is_tensor else plain(value)
 
-    makes = not places or any(isinstance(place, Like) for place in places.values())
-    target = called.target if makes else pure(called.target)
+    overwrites = any(isinstance(place, Like) for place in places.values())  # a new tensor
+    target = called.target if overwrites else pure(called.target)
     args, kwargs = called.args, called.kwargs
     if sorted(names_of(target)) == sorted(names_of(called.target)) and target is not called.target:
         args, kwargs = (), named_args(called)  # the twin may have another order

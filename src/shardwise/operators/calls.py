@@ -18,14 +18,24 @@ from shardwise.errors import CaptureError
 
 
 def aten_name(node: fx.Node, strip: bool = True) -> str:
-    """The operator's name, without the underscore of its in-place twin."""
-    name = str(getattr(node.target, "_schema", node.target)).split("(")[0]
-    name = name.split("::")[-1].split(".")[0]
-    return name.rstrip("_") if strip and not name.startswith("_") else name
+    """The operator's name, without the underscore of its in-place twin.
+
+    Operators of others keep their namespace: what they call relu may be anything.
+    """
+    whole = str(getattr(node.target, "_schema", node.target)).split("(")[0]
+    space, _, name = whole.rpartition("::")
+    name = name.split(".")[0]
+    name = name.rstrip("_") if strip and not name.startswith("_") else name
+    return name if space in ("", "aten") else f"{space}::{name}"
+
+
+def bare(name: str) -> str:
+    """A name without its namespace, for people."""
+    return name.rpartition("::")[2]
 
 
 def is_in_place(node: fx.Node) -> bool:
-    name = aten_name(node, strip=False)
+    name = bare(aten_name(node, strip=False))
     return name.endswith("_") and not name.startswith("_")
 
 

@@ -32,6 +32,7 @@ def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -
 class Conv(Contraction):
     """Convolution in any number of spatial dimensions."""
 
+    labels_by_position = True
     reads_beyond = True
 
     def read(self, call: Call) -> Request | Requests | None:
@@ -50,11 +51,6 @@ class Conv(Contraction):
             made = (1, *call.result)
             return reshaped(call, request, (1, *given), made, default_dims((1, *given)))
         return request
-
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return default_dims(shape)
 
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import default_dims
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy
@@ -18,15 +15,11 @@ class GridSample(Strategy):
     """Samples, channels and positions may be split; a position may read anything of its image."""
 
     keeps_inputs, draws, sensitive = True, False, True
+    labels_by_position = True
 
     def read(self, call: Call) -> Request:
         names = ("interpolation_mode", "padding_mode", "align_corners")
         return Request("grid_sample", call.pick("input", "grid"), {"how": call.pick(*names)})
-
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return default_dims(shape)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         x, grid = (operand.shape for operand in split.layer.operands)

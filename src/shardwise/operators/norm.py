@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.normalizing import Grouping, Normalize, NormalizeChannels
@@ -70,6 +69,7 @@ class Norm(Strategy):
 class BatchNorm(Norm):
     """Statistics per channel over samples and space; parameters follow the channels."""
 
+    labels_by_position = True
     counts_batches = True
 
     def read(self, call: Call) -> Request | None:
@@ -82,11 +82,6 @@ class BatchNorm(Norm):
         attrs = mode | {"always": always, "momentum": call["momentum"], "eps": call["eps"]}
         names = ("input", "weight", "bias", "running_mean", "running_var")
         return Request("batch_norm", call.pick(*names), attrs)
-
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return default_dims(shape)
 
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True

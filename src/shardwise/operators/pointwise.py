@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import Call, Request, draws, tensor_nodes
+from shardwise.operators.calls import Call, Request, bare, draws, tensor_nodes
 from shardwise.operators.registry import operator
 from shardwise.operators.strategy import Local, Need, Split, Strategy, broadcast
 
@@ -19,11 +18,7 @@ class Input(Strategy):
     """A tensor the user gives; its config says which part each rank reads from the data set."""
 
     keeps_inputs, draws, sensitive = False, False, False
-
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return default_dims(shape)
+    labels_by_position = True
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return ()
@@ -57,7 +52,7 @@ OTHERWISE_IN_PLACE = frozenset(
 def as_called(op: str, call: Call, overwrites: bool = False) -> Request:
     """A layer that runs the call itself, on parts of its tensors or on the whole ones."""
     attrs: dict[str, Any] = {
-        "called": call.name,
+        "called": bare(call.name),
         "written": call.in_place,
         "in_place": call.in_place and overwrites,
         "on_a_copy": call.in_place and call.name in OTHERWISE_IN_PLACE,

@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
 from shardwise.geometry.layout import Layout, Ranges, block
-from shardwise.graph.labels import inherited_dims
+from shardwise.graph.labels import default_dims, inherited_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, Requests
 
@@ -235,6 +235,7 @@ class Strategy:
     fully_connected = False  # of samples without space
     normalizes = False  # belongs into a block with the layer before it
     counts_batches = False  # in a buffer of its module
+    labels_by_position = False  # samples, channels, space: whatever its operands are called
     reads_beyond = False  # the edge of its operand: what is there comes with the messages
     part_of_layer = False  # a step before the layer that a module stands for
     as_called = False  # runs the ATen call itself
@@ -253,7 +254,7 @@ class Strategy:
         self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
     ) -> str:
         """The labels of the output's dimensions, from the shapes and labels of what it reads."""
-        return inherited_dims(shape, inputs)
+        return default_dims(shape) if self.labels_by_position else inherited_dims(shape, inputs)
 
     def is_sensitive(self, layer: Layer) -> bool:
         return self.sensitive
