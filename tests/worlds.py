@@ -28,15 +28,21 @@ def run_cases(function: Callable[..., Any], world: int, cases: Sequence[Case]) -
 def _in_fresh_worlds(function: Callable[..., Any], cases: list[Case]) -> list[Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     store, results = dist.distributed_c10d._get_default_store(), []
+    _wait_for_all(store, "begun", size)
     for number, case in enumerate(cases):
         dist.destroy_process_group()
         own = dist.PrefixStore(f"world {number}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
         results.append(function(*case))
-        store.add(f"done {number}", 1)  # nobody leaves while another may still need it
-        while store.add(f"done {number}", 0) < size:
-            time.sleep(0.01)
+        _wait_for_all(store, f"done {number}", size)
     return results
+
+
+def _wait_for_all(store: dist.Store, what: str, size: int) -> None:
+    """Nobody leaves a world while another is still on the way into it, or needs it."""
+    store.add(what, 1)
+    while store.add(what, 0) < size:
+        time.sleep(0.01)
 
 
 def reachable(reach: bool) -> AbstractContextManager[Any]:
