@@ -60,6 +60,8 @@ def observe(
             gradients = _gradients(model, inputs)
             tensors |= {("gradient", f"of {n} in step {step}"): g.clone() for n, g in gradients}
         if optimizer is not None:
+            if and_eval:  # else some networks overflow, where torch's norms give anything
+                torch.nn.utils.clip_grad_value_(params, 1.0)
             optimizer.step()
     if and_eval:
         with torch.no_grad():
