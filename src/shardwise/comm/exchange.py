@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,29 +15,46 @@ from shardwise.tensors import filling, memory_format_of
 Wait = Callable[[], torch.Tensor]
 
 
-def start(transfer: Transfer, x: torch.Tensor, comm: Communicator, about: About = ANYTHING) -> Wait:
-    """Begins the transfer of this rank's part; the result waits for it."""
-    route, timeline = transfer.route(comm.rank), comm.timeline
-    if route.kind == "identity":
-        return lambda: x
-    before = timeline.switch(f"{about.name} packed", "copy")
-    wait = _start(route, x, transfer.fill, transfer.adds, comm, about)
-    timeline.switch(*before)
-    return lambda: _unpacked(wait, comm, about)
+@dataclass(frozen=True)
+class Delivery:
+    """One rank's part in a transfer, with all that is known of it before it begins."""
 
+    route: Route
+    fill: float
+    adds: bool
+    about: About
 
-def _unpacked(wait: Wait, comm: Communicator, about: About) -> torch.Tensor:
-    before = comm.timeline.switch(f"{about.name} unpacked", "copy")
-    y = wait()
-    comm.timeline.switch(*before)
-    return y
+    @classmethod
+    def of(cls, transfer: Transfer, rank: int, about: About = ANYTHING) -> Delivery:
+        return cls(transfer.route(rank), transfer.fill, transfer.adds, about)
+
+    def begin(self, x: torch.Tensor, comm: Communicator) -> Wait:
+        """Begins with this rank's part; the result waits for what it becomes."""
+        if self.route.kind == "identity":
+            return lambda: x
+        if comm.timeline.on:
+            return self._recorded(x, comm)
+        return _start(self.route, x, self.fill, self.adds, comm, self.about)
+
+    def _recorded(self, x: torch.Tensor, comm: Communicator) -> Wait:
+        before = comm.timeline.switch(f"{self.about.name} packed", "copy")
+        wait = _start(self.route, x, self.fill, self.adds, comm, self.about)
+        comm.timeline.switch(*before)
+
+        def unpacked() -> torch.Tensor:
+            before = comm.timeline.switch(f"{self.about.name} unpacked", "copy")
+            y = wait()
+            comm.timeline.switch(*before)
+            return y
+
+        return unpacked
 
 
 def carry(
     transfer: Transfer, x: torch.Tensor, comm: Communicator, about: About = ANYTHING
 ) -> torch.Tensor:
     """This rank's part after the transfer."""
-    return start(transfer, x, comm, about)()
+    return Delivery.of(transfer, comm.rank, about).begin(x, comm)()
 
 
 def _start(

@@ -99,9 +99,12 @@ class Flight:
         self._landed = max(self._landed, self.comm.timeline.now())
 
     def wait(self, works: list[Any]) -> None:
-        timeline = self.comm.timeline
-        before = timeline.switch()
-        start = timeline.now()
+        if self.comm.timeline.on:
+            self._recorded(works)
+        else:
+            self._wait(works)
+
+    def _wait(self, works: list[Any]) -> None:
         for number, work in enumerate(works):
             try:
                 work.wait()
@@ -110,14 +113,17 @@ class Flight:
                 peers = self.peers[number : number + 1] if apart else self.peers
                 peers = getattr(error, "peers", peers)  # whom our own thread waited for
                 raise self.failed(error, peers) from None
-        if timeline.on:
-            end = timeline.now()
-            landed = self._landed if self._landed > self._begin else end
-            lane = "gradients" if self.about.kind == "gradients" else "transfers"
-            timeline.add(
-                self.about.name, self.about.kind, lane, self._begin, min(landed, end), end - start
-            )
-            timeline.switch(*before)
+
+    def _recorded(self, works: list[Any]) -> None:
+        timeline = self.comm.timeline
+        before, start = timeline.switch(), timeline.now()
+        self._wait(works)
+        end = timeline.now()
+        landed = self._landed if self._landed > self._begin else end
+        lane = "gradients" if self.about.kind == "gradients" else "transfers"
+        about = (self.about.name, self.about.kind, lane)
+        timeline.add(*about, self._begin, min(landed, end), end - start)
+        timeline.switch(*before)
 
     def failed(self, error: Exception, peers: Iterable[int]) -> ShardwiseError:
         """What to raise: what the rank that failed first has said, or else why this one fails."""

@@ -15,8 +15,7 @@ import torch
 
 from shardwise.comm import About, Communicator, Pending
 from shardwise.errors import ShardwiseError
-from shardwise.graph.layer_graph import LayerGraph
-from shardwise.operators import Gradients, strategy_of
+from shardwise.operators import Gradients
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.program import Program, Run
 
@@ -252,17 +251,6 @@ class GradientSums:
     def _arrived(self, names: list[str], pending: Pending) -> list[torch.Tensor | None]:
         pending.wait()
         return [self.views[name] for name in names]
-
-
-def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[str]]:
-    """The layers, and the parameters, that have a gradient where a loss depends on these layers."""
-    layers, params = set(outputs), set()
-    for layer in reversed(graph.layers):
-        numbers = layer.dtype.is_floating_point or layer.dtype.is_complex
-        if layer.name in layers and numbers and not strategy_of(layer).ends_gradient(layer):
-            layers.update(layer.inputs)
-            params.update(layer.params)
-    return layers, params
 
 
 class Choice:

@@ -6,7 +6,7 @@ and leaves out what a loss does not depend on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.comm import About
-from shardwise.comm.exchange import start
-from shardwise.errors import PlanError, ShardwiseError
-from shardwise.geometry.box import Box
+from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
 from shardwise.operators import strategy_of
-from shardwise.plans.program import Program, Source, layer_layout, to_all
+from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Call, agree, checksum, together
 from shardwise.runtime.block import Block, plain
-from shardwise.runtime.gradient_sums import reached
-from shardwise.runtime.interpreter import Bound, Runtime, Tensors
+from shardwise.runtime.bound import Bound, reached
+from shardwise.runtime.interpreter import Runtime, Tensors
+from shardwise.runtime.lowering import Types
+from shardwise.runtime.recording import Wrap, recorded, settled, watched
 from shardwise.runtime.state import State
 from shardwise.runtime.way_back import Pass, go_back
 from shardwise.tensors import memory_format_of
@@ -199,13 +198,25 @@ def _outputs(
         return _of_nothing(bound.graph, inputs, params)
     state.prepare(bound.program)
     leaves = {name: _leaf(param) for name, param in params.items()}
-    lookup = partial(_lookup, state, bound.graph.constants, leaves)
-    runtime = Runtime(bound, lookup, precision, state.watch)
+    types = Types(bound.program.dtypes, precision, inputs[0].device)
+    runtime = Runtime(bound, types, leaves, _wraps(state))
     if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
-        made = Pass(state, runtime, params, leaves, state.holds)
+        made = Pass(state, runtime, params, state.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         return _Node.apply(made, anchor, *inputs, *params.values())
     return _forward(state, runtime, inputs, record=False)
+
+
+def _wraps(state: State) -> list[Wrap]:
+    """What is done around every layer of the next pass; most often nothing."""
+    wraps: list[Wrap] = []
+    if state.late.entries and state.settle:
+        wraps.append(partial(settled, state.settle_used))
+    if state.watch is not None:
+        wraps.append(partial(watched, state.watch))
+    if state.comm.timeline.on:
+        wraps.append(partial(recorded, state.comm.timeline))
+    return wraps
 
 
 def _leaf(param: torch.Tensor) -> torch.Tensor:
@@ -227,46 +238,18 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
     return outputs
 
 
-def _lookup(
-    state: State, constants: Mapping[str, torch.Tensor], params: Tensors, source: Source
-) -> torch.Tensor:
-    """The part of a stored tensor that a layer needs."""
-    if source.kind == "constant":
-        tensor = constants[source.name]
-        held = Box.whole(tuple(tensor.shape))
-    else:
-        if state.late.entries and source.name in state.late.names and state.settle:
-            state.settle(frozenset([source.name]))  # its last update was put off until now
-        path, _, leaf = source.name.rpartition(".")
-        tensor = params.get(source.name)
-        tensor = getattr(state.modules[path], leaf) if tensor is None else tensor
-        tensor = plain(tensor) if isinstance(tensor, Block) else tensor
-        layout = state.layouts.get(source.name)
-        held = Box.whole(tuple(tensor.shape)) if layout is None else layout[state.comm.rank]
-    if tensor.ndim == 0 or held == source.box:
-        return tensor
-    if not held.contains(source.box):
-        raise PlanError(
-            f"rank {state.comm.rank} holds {held} of {source.name!r} and needs {source.box}"
-        )
-    return tensor[source.box.slices_in(held)]
-
-
 def _forward(state: State, runtime: Runtime, inputs: Inputs, record: bool) -> Inputs:
     program = runtime.program
     values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
     if state.output == "full":
-        full = [
-            start(to_all(program.layouts[name]), y, state.comm, About(f"{name} to all"))
-            for name, y in values.items()
-        ]
+        full = [runtime.bound.out[name].begin(y, state.comm) for name, y in values.items()]
         arrived = zip(values, full, strict=True)
         values = {name: _shaped(program, name, wait()) for name, wait in arrived}
     if state.output == "full" and state.comm.size > 1:
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
     outputs = [values[name] for name in program.outputs]
-    return tuple(y.float() if y.dtype == runtime.precision else y for y in outputs)
+    return tuple(y.float() if y.dtype == runtime.types.precision else y for y in outputs)
 
 
 def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:

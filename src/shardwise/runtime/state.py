@@ -26,8 +26,10 @@ from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Program, check_held, param_layouts
 from shardwise.runtime.blank import Blanks
+from shardwise.runtime.bound import Bound
 from shardwise.runtime.gradient_sums import Buffers, Choice, Chunks, GradientSums, Late
-from shardwise.runtime.interpreter import Bound, Tensors, Watch
+from shardwise.runtime.interpreter import Tensors
+from shardwise.runtime.recording import Watch
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
 PRECISIONS = {None: None, "bf16": torch.bfloat16}
@@ -206,6 +208,12 @@ class State:
             sums.check_untouched(wanted)
             if not sums.pending and not sums.handed:
                 self.unfinished = None
+
+    def settle_used(self, names: tuple[str, ...]) -> None:
+        """Makes the updates of these weights that were put off until their next use."""
+        for name in names:
+            if self.settle is not None and self.late.entries and name in self.late.names:
+                self.settle(frozenset([name]))
 
     def flush(self) -> None:
         """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""

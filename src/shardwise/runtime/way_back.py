@@ -18,7 +18,7 @@ from shardwise.geometry.box import Box
 from shardwise.plans.program import Program
 from shardwise.runtime.agreement import Disagreement, together
 from shardwise.runtime.entering import Entry
-from shardwise.runtime.gradient_sums import GradientSums, reached
+from shardwise.runtime.gradient_sums import GradientSums
 from shardwise.runtime.interpreter import Runtime, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.unsummed import hold, refusal, release, unsummed
@@ -31,7 +31,6 @@ class Pass:
     state: State
     runtime: Runtime
     params: Tensors
-    leaves: Tensors  # the parameters as layers saw them
     holds: bool = False  # it was made under no_sync()
     spent: bool = False  # its way back has been gone, and nothing was retained
 
@@ -43,7 +42,7 @@ def go_back(
     state, runtime, program = made.state, made.runtime, made.runtime.program
     holds = made.holds and state.holds and not at_once and not _autograd_wants(made)
     entry, used = _enter(program, gradients, holds, state)
-    values, stored = reached(runtime.bound.graph, [program.origins[name] for name in used])
+    values, stored = runtime.bound.reached(used)
     state.wait_for_sums()  # of a step before, whose buffers are used again
     if state.settle is not None and state.choice.engine.wait == "use":
         state.settle(None)
@@ -51,7 +50,7 @@ def go_back(
     sums = state.gradient_sums(runtime.bound, made.params, entry.all_hold())
     waited = {} if sums.held else _taken_up(made, sums)
     parts = _own_parts(program, gradients, state.output == "full")
-    inputs = runtime.backward(parts, made.leaves, sums, values, keep=not made.spent)
+    inputs = runtime.backward(parts, sums, values, keep=not made.spent)
     try:
         entry.check()
     except Disagreement:  # all ranks stay in step
@@ -65,7 +64,7 @@ def go_back(
         for name, needed in zip(program.inputs, wanted, strict=True)
     ]
     for name in stored & made.params.keys():
-        leaf = made.leaves[name]
+        leaf = runtime.leaves[name]
         if not leaf.numel():  # this rank has none of it to sum, and optimizers do as all others
             found[name] = torch.zeros_like(leaf)
     return [*summed, *(found.pop(name, None) for name in made.params)]

@@ -1,0 +1,222 @@
+"""A block of layers as a function of tensors: (inputs, weights) -> outputs.
+
+What can be known before a block runs is found out once: where every operand stands, which casts are
+made, what a rank without a part of a layer makes instead. While a block runs nothing is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.geometry.box import Box
+from shardwise.geometry.layout import Layout
+from shardwise.geometry.transfer import Slices
+from shardwise.operators import Local
+from shardwise.plans.program import Op, Run, Source
+from shardwise.runtime.block import Block, plain
+
+Function = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Types:
+    """The types and the device of values between layers."""
+
+    dtypes: Mapping[str, torch.dtype]  # as the model has them
+    precision: torch.dtype | None  # of all real numbers, if another
+    device: torch.device | None
+
+    def dtype(self, value: str) -> torch.dtype:
+        dtype = self.dtypes[value]
+        return self.precision if self.precision and dtype.is_floating_point else dtype
+
+    def lowered(self, x: torch.Tensor) -> torch.Tensor:
+        """As values between layers are kept."""
+        return x if self.precision is None else as_real(x, self.precision)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, buffer or constant, and the part of it that a block is given."""
+
+    name: str
+    owner: Any  # the module that has it, or nothing: a constant
+    held: tuple[int, ...]  # the shape of this rank's block
+    part: Slices | None  # of this block, where a layer needs less
+    constant: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        modules: Mapping[str, Any],
+        constants: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, Layout],
+        rank: int,
+    ) -> Weight:
+        path, _, leaf = source.name.rpartition(".")
+        constant = constants[source.name] if source.kind == "constant" else None
+        owner = None if constant is not None else modules[path]
+        tensor = getattr(owner, leaf) if constant is None else constant
+        layout = layouts.get(source.name) if constant is None else None
+        held = Box.whole(tuple(tensor.shape)) if layout is None else layout[rank]
+        if tensor.ndim == 0 or held == source.box:
+            return cls(source.name, owner, tuple(tensor.shape), None, constant)
+        if not held.contains(source.box):
+            raise PlanError(f"rank {rank} holds {held} of {source.name!r} and needs {source.box}")
+        return cls(source.name, owner, held.shape, source.box.slices_in(held), constant)
+
+    def now(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor as it is; parameters are given as layers are to see them (`leaves`)."""
+        tensor = leaves.get(self.name) if self.constant is None else self.constant
+        if tensor is None:
+            tensor = getattr(self.owner, self.name.rpartition(".")[2])
+            tensor = plain(tensor) if isinstance(tensor, Block) else tensor
+        if tensor.shape != self.held:
+            raise ShardwiseError(
+                f"{self.name!r} is {'x'.join(map(str, tensor.shape))}, and was "
+                f"{'x'.join(map(str, self.held))} before; make the model parallel again"
+            )
+        return tensor if self.part is None else tensor[self.part]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One layer of a block: what it computes of the values at some places."""
+
+    name: str
+    run: Function
+    operands: tuple[int, ...]
+    stored: tuple[str, ...]  # the parameters and buffers among them
+    done: tuple[int, ...]  # places that no later stage reads
+
+
+@dataclass(frozen=True)
+class BlockFunction:
+    """(inputs, weights) -> outputs. Every stage puts its result behind all values before it."""
+
+    stored: tuple[Weight, ...]  # what its weights are
+    stages: tuple[Stage, ...]
+    outputs: tuple[int, ...]
+    failed: Callable[[str], object]  # is told the layer
+
+    def __call__(
+        self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        values: list[Any] = [*inputs, *weights]
+        for stage in self.stages:
+            try:
+                values.append(stage.run([values[place] for place in stage.operands]))
+            except BaseException:
+                self.failed(stage.name)
+                raise
+            for place in stage.done:
+                values[place] = None
+        return [values[place] for place in self.outputs]
+
+    def wrapped(self, wrap: Callable[[Stage], Function]) -> BlockFunction:
+        """The same, with something done before or after every stage."""
+        return replace(self, stages=tuple(replace(s, run=wrap(s)) for s in self.stages))
+
+
+def lower(
+    run: Run,
+    types: Types,
+    share: Callable[[Op], Local],
+    stored: Callable[[Source], Weight],
+    failed: Callable[[str], object],
+) -> BlockFunction:
+    """The function that a block of this rank's program is."""
+    sources = [s for op in run.ops for s in op.operands if s.kind != "value"]
+    distinct = list(dict.fromkeys(sources))
+    places: dict[Any, int] = {name: place for place, name in enumerate(run.inputs)}
+    places |= {source: len(run.inputs) + i for i, source in enumerate(distinct)}
+    operands: list[tuple[int, ...]] = []
+    for op in run.ops:
+        operands.append(tuple(places[s.name if s.kind == "value" else s] for s in op.operands))
+        places[op.result] = len(run.inputs) + len(distinct) + len(operands) - 1
+    outputs = tuple(places[name] for name in run.outputs)
+    done = _last_uses(operands, kept=outputs)
+    stages = tuple(
+        Stage(
+            op.local.layer.name,
+            _function(op, types, share(op)),
+            operands[index],
+            tuple(s.name for s in op.operands if s.kind in ("param", "buffer")),
+            done[index],
+        )
+        for index, op in enumerate(run.ops)
+    )
+    return BlockFunction(tuple(map(stored, distinct)), stages, outputs, failed)
+
+
+def _last_uses(operands: Sequence[tuple[int, ...]], kept: Iterable[int]) -> list[tuple[int, ...]]:
+    """For every stage the places that are read there for the last time."""
+    seen, found = set(kept), []
+    for places in reversed(operands):
+        found.append(tuple(sorted(set(places) - seen)))
+        seen.update(places)
+    return found[::-1]
+
+
+def _function(op: Op, types: Types, local: Local) -> Function:
+    """What a layer computes on this rank, with the types that values are to have."""
+    if not op.active:
+        values = tuple(i for i, source in enumerate(op.operands) if source.kind == "value")
+        return partial(_nothing, values, op.local.output.shape, types.dtype(op.result), types)
+    layer, strategy = op.local.layer, op.strategy
+    shape, dtype = op.local.output.shape, types.dtype(op.result)
+    cast = types.precision and (torch.float32 if strategy.is_sensitive(layer) else types.precision)
+    without = [(index, layer.operands[index].shape) for index in op.without]
+
+    def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+        for index, whole in without:  # boxes of nothing have no shape
+            if not tensors[index].numel():
+                tensors[index] = tensors[index].reshape(whole)
+        if cast is not None:
+            tensors = [as_real(tensor, cast) for tensor in tensors]
+        y = strategy.run(local, tensors)
+        y = types.lowered(y if y.ndim else y.reshape(1))
+        if y.shape != shape or y.dtype != dtype:
+            raise ShardwiseError(
+                f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "
+                f"{_kind(shape, dtype)} was expected; the model was captured for inputs or "
+                "parameters of other types"
+            )
+        return y
+
+    return run
+
+
+def _nothing(
+    values: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    types: Types,
+    tensors: list[torch.Tensor],
+) -> torch.Tensor:
+    """The result of a layer of which this rank has no part.
+
+    It is made of the operands: a norm before this layer still sums its statistics in backward, on
+    ranks without samples too.
+    """
+    operands = [tensors[index] for index in values] or tensors
+    parts = [t.reshape(-1)[:0].to(dtype) for t in operands if t.requires_grad]
+    if not parts or not (dtype.is_floating_point or dtype.is_complex):
+        return torch.empty(shape, dtype=dtype, device=types.device)
+    return torch.cat(parts).reshape(shape)
+
+
+def as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of this dtype, unless it holds whole numbers."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
