@@ -86,7 +86,7 @@ def counted() -> dict[str, Hops]:
 def main() -> None:
     for name, hops in counted().items():
         print(f"{name:<10}{hops}")
-        for (source, target), number in hops.hops.most_common(8 if "-v" in sys.argv else 0):
+        for (source, target), number in hops.hops.most_common(60 if "-v" in sys.argv else 0):
             short = (file.removeprefix(SOURCE).lstrip("/") for file in (source, target))
             print(f"{number:>18,}  {' -> '.join(short)}")
 

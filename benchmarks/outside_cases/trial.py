@@ -20,7 +20,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import Captured
 from shardwise.operators import strategy_of
-from shardwise.operators.strategy import Split
+from shardwise.operators.splits import Split
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
@@ -22,15 +23,15 @@ class Box:
         """The box of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         return any(size <= 0 for size in self.shape)
 

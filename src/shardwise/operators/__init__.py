@@ -5,7 +5,8 @@ from pkgutil import iter_modules
 
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.registry import STRATEGIES, operator, strategy_of
-from shardwise.operators.strategy import LABEL_AXES, Gradients, Local, Need, Split, Stack, Strategy
+from shardwise.operators.splits import LABEL_AXES, Split, Stack
+from shardwise.operators.strategy import Gradients, Local, Need, Strategy
 
 __all__ = [
     "LABEL_AXES",

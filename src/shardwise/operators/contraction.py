@@ -8,7 +8,8 @@ and computes a partial sum of the filters of block f; partial sums are added ove
 from __future__ import annotations
 
 from shardwise.geometry.layout import Layout
-from shardwise.operators.strategy import Need, Split, Strategy
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Need, Strategy
 
 
 class Contraction(Strategy):

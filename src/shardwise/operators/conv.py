@@ -17,7 +17,8 @@ from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
 from shardwise.operators.contraction import Contraction
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy
 
 
 def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:
@@ -110,7 +111,7 @@ class Conv(Contraction):
         bias = bias if bias is not None and bias.numel() else None
         paddings = [self.stock_padding(local.layer, dim) for dim in range(x.ndim - 2)]
         padding = [
-            0 if local.is_split(2 + dim) or p is None else p for dim, p in enumerate(paddings)
+            0 if local.is_split[2 + dim] or p is None else p for dim, p in enumerate(paddings)
         ]
         return _grouped(local, x, weight, bias, padding)
 
@@ -250,7 +251,7 @@ class ConvTranspose(Conv):
             zip(attrs["kernel"], stride, attrs["padding"], dilation, strict=True)
         ):
             size = x.shape[2 + dim]
-            if not local.is_split(2 + dim):
+            if not local.is_split[2 + dim]:
                 padding.append(p)
                 extra.append(shape[2 + dim] - ((size - 1) * s - 2 * p + d * (k - 1) + 1))
                 crops = [0, 0, *crops]

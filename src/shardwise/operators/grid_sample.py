@@ -7,7 +7,8 @@ import torch
 from shardwise.geometry.layout import Layout
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy
 
 
 @operator("grid_sample", "grid_sampler")

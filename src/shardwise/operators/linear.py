@@ -17,7 +17,8 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, Requests, reshaped
 from shardwise.operators.contraction import Contraction
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, whole
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, whole
 
 
 class GatheredLinear(torch.autograd.Function):

@@ -16,7 +16,8 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.normalizing import Grouping, Normalize, NormalizeChannels
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy, is_active
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy, is_active
 from shardwise.tensors import memory_format_of
 
 

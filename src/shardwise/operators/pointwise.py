@@ -10,7 +10,8 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, bare, draws, tensor_nodes
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy, broadcast
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy, broadcast
 
 
 @operator("input")

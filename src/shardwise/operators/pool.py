@@ -16,7 +16,8 @@ from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
 from shardwise.operators.conv import window
 from shardwise.operators.reduce import reduction
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy
 
 MAX_POOL = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 AVG_POOL = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
@@ -65,7 +66,7 @@ class Pool(Strategy):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
-        if any(local.is_split(dim) for dim in range(2, x.ndim)):
+        if any(local.is_split[2:]):
             return self.pool_padded(local, x)
         return self.pool(local, x)
 
@@ -195,7 +196,7 @@ class AdaptivePool(Strategy):
     def _steps(local: Local, dim: int) -> list[tuple[int, int, int]]:
         """Local input rows and the number of outputs they give, one entry per stock call."""
         size, outputs = local.layer.operands[0].shape[dim], local.layer.shape[dim]
-        if not local.is_split(dim):
+        if not local.is_split[dim]:
             return [(0, size, outputs)]
         origin = local.needs[0].starts[dim]
         steps = []

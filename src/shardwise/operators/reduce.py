@@ -13,7 +13,8 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import LABEL_AXES, Local, Need, Split, Strategy, narrow
+from shardwise.operators.splits import LABEL_AXES, Split
+from shardwise.operators.strategy import Local, Need, Strategy, narrow
 
 SPACE = ("d", "h", "w")
 

@@ -12,7 +12,8 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Local, Need, Strategy
 
 STOCK_MODES = {
     ("nearest", 1): "nearest",
@@ -60,7 +61,7 @@ class Interpolate(Strategy):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
-        if not any(local.is_split(dim) for dim in range(2, x.ndim)):
+        if not any(local.is_split[2:]):
             return self._stock(local, x)
         for dim in range(2, x.ndim):
             x = self._along(local, x, dim)

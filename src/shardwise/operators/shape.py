@@ -16,7 +16,8 @@ from shardwise.graph.labels import default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
 from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, Need, Split, Strategy, narrow
+from shardwise.operators.splits import Split
+from shardwise.operators.strategy import Function, Local, Need, Strategy, narrow
 
 
 class Moves(Strategy):
@@ -81,8 +82,10 @@ class View(Moves):
         return (Need(layout),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return self.lower(local)(tensors)
+
+    def lower(self, local: Local) -> Function:
         """Rows are flattened group by group, cut to whole output rows, and reshaped."""
-        (x,) = tensors
         source, target = local.layer.operands[0].shape, local.layer.shape
         held, out = local.needs[0], local.output
         flat_sizes, flat_cuts, rows = [], [], list(target)
@@ -98,21 +101,20 @@ class View(Moves):
             start = out.starts[out_lead] * row_out - held.starts[in_lead] * row_in
             rows[out_lead] = out.shape[out_lead]
             flat_cuts.append(slice(start, start + rows[out_lead] * row_out))
-        if all(
-            size == cut_size(cut, size) for cut, size in zip(flat_cuts, flat_sizes, strict=True)
-        ):
-            y = x.reshape(rows)
-        else:
-            y = x.reshape(flat_sizes)[tuple(flat_cuts)].reshape(rows)
+        sizes = zip(flat_cuts, flat_sizes, strict=True)
+        whole = all(len(range(*cut.indices(size))) == size for cut, size in sizes)
         lead_box = Box(
             tuple(out.starts[d] if rows[d] != target[d] else 0 for d in range(len(target))),
             tuple(out.stops[d] if rows[d] != target[d] else target[d] for d in range(len(target))),
         )
-        return narrow(y, lead_box, out)
+        crop = None if lead_box == out else out.slices_in(lead_box)
 
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            x = tensors[0] if whole else tensors[0].reshape(flat_sizes)[tuple(flat_cuts)]
+            y = x.reshape(rows)
+            return y if crop is None else y[crop]
 
-def cut_size(cut: slice, size: int) -> int:
-    return len(range(*cut.indices(size)))
+        return run
 
 
 def _lead(dims: list[int], shape: tuple[int, ...]) -> int | None:

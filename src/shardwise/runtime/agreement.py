@@ -38,6 +38,31 @@ class Call:
     lowered: int = 0  # layers compute in 16 bits
     refused: int = 0  # this rank cannot do it
 
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[torch.Tensor],
+        samples: int,
+        *,
+        whole: bool,
+        modes: Sequence[bool],  # of all modules, the whole model first
+        looks: Any,
+        trained: Sequence[str],
+        lowered: bool,
+    ) -> Call:
+        return cls(
+            samples=samples,
+            training=modes[0],
+            gradients=torch.is_grad_enabled(),
+            whole=whole,
+            modes=checksum(modes),
+            attributes=checksum(looks),
+            trained=checksum([[*trained], [x.requires_grad for x in inputs]]),
+            kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
+            content=checksum([checksum(x) for x in inputs]) if whole else 0,
+            lowered=lowered,
+        )
+
     def __str__(self) -> str:
         return (
             f"a batch of {self.samples} samples{'' if self.whole else ' in parts'} in "

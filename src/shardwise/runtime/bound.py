@@ -105,6 +105,12 @@ class Bound:
             if isinstance(step, Cut)
         }
 
+    @cached_property
+    def counting(self) -> list[Any]:
+        """The modules that count the batches they have seen."""
+        layers = [each for each in self.graph.layers if strategy_of(each).counts_batches]
+        return [self.modules[layer.attrs["module"]] for layer in layers]
+
     # -- gradients -----------------------------------------------------------------------------
 
     def reached(self, outputs: Collection[str]) -> tuple[set[str], set[str]]:

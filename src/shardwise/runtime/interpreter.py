@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.plans.program import Move, Program, Run, Step
 from shardwise.runtime.bound import Blocks, Bound
 from shardwise.runtime.gradient_sums import GradientSums
-from shardwise.runtime.lowering import BlockFunction, Types
+from shardwise.runtime.lowering import Types
 from shardwise.runtime.recording import Wrap
 
 Tensors = dict[str, torch.Tensor]
@@ -81,13 +81,13 @@ class Runtime:
     def _run(self, run: Run, blocks: Blocks, inputs: list[torch.Tensor], record: bool) -> Tensors:
         block, timeline = blocks[id(run)], self.comm.timeline
         if not record or id(run) not in self.program.recorded:
-            made = block(inputs, self._weights(block))
+            made = block(inputs, block.weights(self.leaves))
         else:
             needed = self.program.differentiable
             named = list(zip(run.inputs, inputs, strict=True))
             leaves = {name: _leaf(x, name in needed) for name, x in named}
             with torch.enable_grad():
-                made = block(leaves.values(), self._weights(block))
+                made = block(leaves.values(), block.weights(self.leaves))
                 edges = {
                     name: get_gradient_edge(y if y.grad_fn is not None else y.view_as(y))
                     for name, y in zip(run.outputs, made, strict=True)
@@ -98,10 +98,6 @@ class Runtime:
         if timeline.on:
             timeline.switch()
         return dict(zip(run.outputs, made, strict=True))
-
-    def _weights(self, block: BlockFunction) -> list[torch.Tensor]:
-        """What a block needs of stored tensors, as they are now."""
-        return [weight.now(self.leaves) for weight in block.stored]
 
     # -- backward ------------------------------------------------------------------------------
 

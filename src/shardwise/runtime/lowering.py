@@ -18,10 +18,9 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Slices
 from shardwise.operators import Local
+from shardwise.operators.strategy import Function
 from shardwise.plans.program import Op, Run, Source
 from shardwise.runtime.block import Block, plain
-
-Function = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,10 @@ class BlockFunction:
                 values[place] = None
         return [values[place] for place in self.outputs]
 
+    def weights(self, leaves: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Its weights as they are now; parameters are given as layers are to see them."""
+        return [weight.now(leaves) for weight in self.stored]
+
     def wrapped(self, wrap: Callable[[Stage], Function]) -> BlockFunction:
         """The same, with something done before or after every stage."""
         return replace(self, stages=tuple(replace(s, run=wrap(s)) for s in self.stages))
@@ -170,9 +173,10 @@ def _function(op: Op, types: Types, local: Local) -> Function:
     if not op.active:
         values = tuple(i for i, source in enumerate(op.operands) if source.kind == "value")
         return partial(_nothing, values, op.local.output.shape, types.dtype(op.result), types)
-    layer, strategy = op.local.layer, op.strategy
+    layer, compute = op.local.layer, op.strategy.lower(local)
     shape, dtype = op.local.output.shape, types.dtype(op.result)
-    cast = types.precision and (torch.float32 if strategy.is_sensitive(layer) else types.precision)
+    precision = types.precision
+    cast = precision and (torch.float32 if op.strategy.is_sensitive(layer) else precision)
     without = [(index, layer.operands[index].shape) for index in op.without]
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -181,8 +185,11 @@ def _function(op: Op, types: Types, local: Local) -> Function:
                 tensors[index] = tensors[index].reshape(whole)
         if cast is not None:
             tensors = [as_real(tensor, cast) for tensor in tensors]
-        y = strategy.run(local, tensors)
-        y = types.lowered(y if y.ndim else y.reshape(1))
+        y = compute(tensors)
+        if not y.ndim:
+            y = y.reshape(1)
+        if precision is not None:
+            y = as_real(y, precision)
         if y.shape != shape or y.dtype != dtype:
             raise ShardwiseError(
                 f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "

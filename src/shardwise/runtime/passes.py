@@ -6,7 +6,7 @@ and leaves out what a loss does not depend on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
-from shardwise.operators import strategy_of
 from shardwise.plans.program import Program, layer_layout
-from shardwise.runtime.agreement import Call, agree, checksum, together
+from shardwise.runtime.agreement import Call, agree, together
 from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
 from shardwise.runtime.interpreter import Runtime, Tensors
@@ -43,12 +42,13 @@ def run(
     Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
     """
     with without_autocast(inputs) as lower:
-        params: Tensors = {n: p for n, p in state.params().items() if p.requires_grad}
+        stored = state.params()
+        params: Tensors = {name: p for name, p in stored.items() if p.requires_grad}
         bound, call, precision = None, Call(refused=1), state.precision
         if refusal is None:
             try:
-                bound = _bound(state, inputs, batch, frozenset(params))
-                precision = precision or _precision(lower, inputs, state)
+                bound = _bound(state, inputs, batch, stored, frozenset(params))
+                precision = precision or _precision(lower, (*inputs, *stored.values()))
                 call = _call(state, inputs, batch, params, precision)
             except Exception as error:
                 refusal = error
@@ -57,7 +57,7 @@ def run(
             agree(call, refusal, state.comm)
         assert bound is not None
         with together(state.comm, FORWARD):
-            _count_batches(bound.graph, state)
+            _count_batches(bound.counting)
             outputs = _outputs(state, bound, inputs, params, precision)
         leave(bound.graph.left, state.modules)
         return _arranged(bound.graph, outputs)
@@ -77,9 +77,9 @@ def without_autocast(tensors: Sequence[Any]) -> Iterator[torch.dtype | None]:
             yield lower
 
 
-def _precision(lower: torch.dtype | None, inputs: Inputs, state: State) -> torch.dtype | None:
+def _precision(lower: torch.dtype | None, tensors: Inputs) -> torch.dtype | None:
     """What torch.autocast around the model means: it leaves alone what is float64."""
-    if lower is None or any(x.dtype is torch.float64 for x in (*inputs, *state.params().values())):
+    if lower is None or any(x.dtype is torch.float64 for x in tensors):
         return None
     if lower is not torch.bfloat16:
         raise ShardwiseError(
@@ -107,7 +107,13 @@ def _unflattened(leaves: Iterator[Any], spec: Any) -> Any:
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
 
 
-def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset[str]) -> Bound:
+def _bound(
+    state: State,
+    inputs: Inputs,
+    batch: int | None,
+    stored: Mapping[str, torch.Tensor],
+    trainable: frozenset[str],
+) -> Bound:
     """The program for these inputs, which are looked at first."""
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 0):
         raise ShardwiseError(f"batch={batch!r} must be the number of samples of all parts")
@@ -115,9 +121,9 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
         raise ShardwiseError(
             f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
         )
-    _check_held(state)
+    _check_held(state.held_shapes, stored)
     samples = _num_samples(inputs, batch)
-    graph = state.graph_for(inputs, samples)
+    graph = state.graph_for(inputs, samples, stored)
     _check_inputs(state, graph, inputs, whole=batch is None)
     for name in graph.outputs:
         if samples == 0 and prod(graph[name].shape):
@@ -129,10 +135,10 @@ def _bound(state: State, inputs: Inputs, batch: int | None, trainable: frozenset
     return state.bound(graph, trainable, batch is None, needs_gradient)
 
 
-def _check_held(state: State) -> None:
+def _check_held(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, torch.Tensor]) -> None:
     """Parameters may have been replaced, by whole ones say."""
-    for name, param in state.params().items():
-        held = state.held_shapes.get(name, param.shape)
+    for name, param in stored.items():
+        held = shapes.get(name, param.shape)
         if param.shape != held and param.ndim:
             found, wanted = ("x".join(map(str, shape)) for shape in (param.shape, held))
             raise ShardwiseError(
@@ -166,29 +172,23 @@ def _call(
     """What this rank is about to do; nobody needs to know it where there is one rank."""
     if state.comm.size == 1:
         return Call()
-    whole = batch is None
-    return Call(
-        samples=_num_samples(inputs, batch),
-        training=state.training,
-        gradients=torch.is_grad_enabled(),
-        whole=whole,
-        modes=checksum([module.training for module in state.modules.values()]),
-        attributes=checksum(state.looks().tokens),
-        trained=checksum([[*params], [x.requires_grad for x in inputs]]),
-        kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
-        content=checksum([checksum(x) for x in inputs]) if whole else 0,
+    return Call.of(
+        inputs,
+        _num_samples(inputs, batch),
+        whole=batch is None,
+        modes=[module.training for module in state.modules.values()],
+        looks=state.looks().tokens,
+        trained=list(params),
         lowered=precision is not None,
     )
 
 
-def _count_batches(graph: LayerGraph, state: State) -> None:
+def _count_batches(modules: Sequence[Any]) -> None:
     """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
-    for layer in graph.layers:
-        if strategy_of(layer).counts_batches:
-            module = state.modules[layer.attrs["module"]]
-            counter = getattr(module, "num_batches_tracked", None)
-            if counter is not None and module.training:
-                counter.add_(1)
+    for module in modules:
+        counter = getattr(module, "num_batches_tracked", None)
+        if counter is not None and module.training:
+            counter.add_(1)
 
 
 def _outputs(

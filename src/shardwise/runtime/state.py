@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -140,11 +140,13 @@ class State:
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def graph_for(self, inputs: tuple[torch.Tensor, ...], samples: int) -> LayerGraph:
+    def graph_for(
+        self, inputs: tuple[torch.Tensor, ...], samples: int, stored: Mapping[str, torch.Tensor]
+    ) -> LayerGraph:
         """The graph of the next pass: its layers' types depend on what the model is given."""
         if not isinstance(self.graph, ModelGraphs):
             return self.graph(self.training, samples)
-        kinds = Kinds.of(inputs, self.params())
+        kinds = Kinds.of(inputs, stored)
         return self.graph.typed(self.training, samples, kinds, self.looks())
 
     def looks(self) -> Looks:

@@ -1,0 +1,148 @@
+"""A layer under a config: where each rank stands, and its range of every dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardwise.geometry.grid import AXES, Config
+from shardwise.geometry.layout import Layout, Ranges, block
+from shardwise.graph.layer_graph import Layer
+
+# The grid axes that split a dimension of this label. Channels of an output are split by filters
+# and input channels together, linearised (P2): x and y then live in the same layout.
+LABEL_AXES = {"n": ("n",), "d": ("d",), "h": ("h",), "w": ("w",), "c": ("f", "c"), ".": ()}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Where each rank stands under a config; the same for all layers that have this config."""
+
+    config: Config
+    world: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, config: Config, world: int) -> Grid:
+        return cls(config, world)
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.config.coordinates(self.world)
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        """The degree of each axis: a number, or one per rank where configs stand side by side."""
+        return dict(zip(AXES, self.config.degrees, strict=True))
+
+    @cached_property
+    def used(self) -> np.ndarray:
+        return self.coordinates["n"] >= 0
+
+    @cached_property
+    def layouts(self) -> dict[tuple[Any, ...], Layout]:
+        """Layouts of outputs, by shape and labels: many layers have the same."""
+        return {}
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
+        return {}
+
+    def ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        if (size, axes) not in self._ranges:
+            self._ranges[size, axes] = self._new_ranges(size, axes)
+        return self._ranges[size, axes]
+
+    def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
+        index, degree = np.zeros(self.world, dtype=np.int64), 1
+        for axis in axes:
+            index = index * self.degrees[axis] + self.coordinates[axis]
+            degree = degree * self.degrees[axis]
+        found = block(size, index, degree) * self.used[:, None]
+        found.setflags(write=False)
+        return found
+
+
+class Stack(Grid):
+    """Several configs that split the same axes, their ranks side by side.
+
+    What strategies say is computed rank by rank, so that one call answers for all these configs.
+    """
+
+    def __init__(self, configs: tuple[Config, ...], world: int) -> None:
+        super().__init__(configs[0], world * len(configs))
+        object.__setattr__(self, "configs", configs)
+        self.configs: tuple[Config, ...]
+
+    @cached_property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        world = self.world // len(self.configs)
+        each = [config.coordinates(world) for config in self.configs]
+        return {axis: np.concatenate([c[axis] for c in each]) for axis in AXES}
+
+    @cached_property
+    def degrees(self) -> dict[str, Any]:
+        world = self.world // len(self.configs)
+        each = np.array([config.degrees for config in self.configs])
+        return {axis: np.repeat(each[:, i], world) for i, axis in enumerate(AXES)}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A layer under a config, on so many ranks."""
+
+    layer: Layer
+    config: Config
+    world: int
+    stack: Stack | None = None
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, layer: Layer, config: Config, world: int) -> Split:
+        """The split, made once: what it computes is remembered with it."""
+        return cls(layer, config, world)
+
+    @classmethod
+    def stacked(cls, layer: Layer, stack: Stack) -> Split:
+        """The layer under all configs of a stack; `config` stands for all in what is split."""
+        return cls(layer, stack.config, stack.world, stack)
+
+    @cached_property
+    def memory(self) -> dict[tuple[str, str], Any]:
+        """What strategies have said about this split, see `remembered`."""
+        return {}
+
+    @cached_property
+    def grid(self) -> Grid:
+        return self.stack or Grid.of(self.config, self.world)
+
+    @property
+    def coordinates(self) -> dict[str, np.ndarray]:
+        return self.grid.coordinates
+
+    @property
+    def used(self) -> np.ndarray:
+        return self.grid.used
+
+    def degree(self, *axes: str) -> int:
+        return prod(getattr(self.config, axis) for axis in axes)
+
+    def ranges(self, size: int, *axes: str) -> Ranges:
+        """Each rank's block of `size` indices split over the product of these axes."""
+        return self.grid.ranges(size, axes)
+
+    def dim_ranges(self, dim: int) -> Ranges:
+        """Each rank's range of one dimension of the output."""
+        return self.ranges(self.layer.shape[dim], *LABEL_AXES[self.layer.dims[dim]])
+
+    def dim_degree(self, dim: int) -> int:
+        return self.degree(*LABEL_AXES[self.layer.dims[dim]])
+
+    def whole(self, size: int) -> Ranges:
+        """The whole range, on the ranks that are used."""
+        return self.grid.ranges(size, ())
