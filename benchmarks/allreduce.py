@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from results import save
 from shardwise.cluster.cluster import Cluster, Link
-from shardwise.comm import Communicator, Sums
+from shardwise.comm import Communicator, SumRules
 from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
 from shardwise.launch.emulate import Wiring, run_on_hosts
-from shardwise.launch.workers import init_from_environment, launched_switches, under_launcher
+from shardwise.launch.launchers import init_from_environment, launched_switches, under_launcher
 from shardwise.measure.racing import (
     Figures,
     Segments,
@@ -72,7 +72,7 @@ def measure(sizes: list[int], runs: list[int]) -> dict[str, Any]:
     winners = measure_sums(comm, switches, tuned, [everybody], runs=count.__getitem__)
     winners += measure_sums(comm, switches, [LAYER // 4, LAYER], [pairs], runs=lambda _: runs[0])
     lane = lane_of(comm, switches, [everybody, pairs])
-    lane.sums = Sums(switches, winners)
+    lane.sums = SumRules(switches, winners)
     rows = []
     for nbytes in sizes:
         start, before, idle = time.perf_counter(), time.process_time(), _idle()
@@ -139,7 +139,7 @@ def predictions(figures: Figures, switches: tuple[int, ...], nbytes: int) -> dic
     )
     device = Cluster.load("local").device
     network = Network(Cluster(name="probed", device=device, links=links, workers=len(switches)))
-    groups = Sums(switches).of(tuple(range(len(switches))))
+    groups = SumRules(switches).of(tuple(range(len(switches))))
     return {
         label: _predicted(network, algorithm, groups, nbytes, figures.adding)
         for label, algorithm in zip(LABELS[1:], ALGORITHMS, strict=False)

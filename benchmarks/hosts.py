@@ -23,7 +23,7 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.emulate import card_bytes
 from shardwise.measure.cluster_file import wanted_works
 from shardwise.measure.timing import measure_speeds, measure_works
-from shardwise.planner.costs import Roofline
+from shardwise.planner.layer_costs import Roofline
 from shardwise.planner.layer_times import Measured, first_layers
 from shardwise.runtime.parallel import ParallelModel
 

@@ -23,7 +23,8 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.box import Box
 from shardwise.launch.workers import run_local
 from shardwise.planner.best_plan import Planner, predict, size
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.simulate import simulate
 
 TRAINING = Training(states=1, output="local")

@@ -27,7 +27,8 @@ from shardwise.measure.calibrate import Step, calibrated, calibration_plans
 from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.operators import Split
 from shardwise.planner.best_plan import Planner
-from shardwise.planner.costs import Costs, Roofline, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Roofline, Training
 from shardwise.planner.layer_times import Measured, Work, all_works, first_layers
 from shardwise.planner.simulate import simulate
 from shardwise.zoo.vgg import VGG, VGG11

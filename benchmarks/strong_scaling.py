@@ -36,7 +36,8 @@ from shardwise import Cluster, Plan, capture, init_from_environment, parallelize
 from shardwise.comm import Communicator
 from shardwise.geometry.box import Box
 from shardwise.planner.best_plan import predict, size
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 
 BATCH = 2
 CLASSES = 3

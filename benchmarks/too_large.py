@@ -29,7 +29,7 @@ import shardwise
 from results import save
 from shardwise import load_weights, parallelize, run_local, zoo
 from shardwise.planner.best_plan import size
-from shardwise.planner.costs import Training
+from shardwise.planner.layer_costs import Training
 from shardwise.runtime.block import plain
 from shardwise.units import parse_size
 

@@ -30,7 +30,7 @@ from results import Results, goal
 from shardwise import zoo
 from shardwise.kernels import dispatch, library, tuner
 from shardwise.kernels.accelerate import TunedConv2d, convolutions
-from shardwise.kernels.dispatch import Choice
+from shardwise.kernels.dispatch import KernelChoice
 from shardwise.modules import copy_structure
 
 NETWORKS = {  # samples per step
@@ -44,11 +44,11 @@ NETWORKS = {  # samples per step
     "googlenet": 16,
 }
 P1 = {  # P1's variants; PM is whether workspaces persist
-    "BASE": (Choice("base", "base", "base"), False),
-    "RDX": (Choice("convgemm", "base", "reindex"), False),
-    "CGT": (Choice("convgemm", "base", "convgemm_trans"), False),
-    "CGT+PM": (Choice("convgemm", "base", "convgemm_trans"), True),
-    "CGT+DG": (Choice("convgemm", "deconvgemm", "convgemm_trans"), False),
+    "BASE": (KernelChoice("base", "base", "base"), False),
+    "RDX": (KernelChoice("convgemm", "base", "reindex"), False),
+    "CGT": (KernelChoice("convgemm", "base", "convgemm_trans"), False),
+    "CGT+PM": (KernelChoice("convgemm", "base", "convgemm_trans"), True),
+    "CGT+DG": (KernelChoice("convgemm", "deconvgemm", "convgemm_trans"), False),
 }
 STOCK = ("stock NCHW", "stock channels last")
 VARIANTS = (*STOCK, "tuned", *P1)

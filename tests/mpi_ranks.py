@@ -31,7 +31,7 @@ from saving import make_plan, train_alone, train_from
 from shardwise.comm import About, Communicator, communicator
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.workers import end_all, init_from_environment
+from shardwise.launch.launchers import end_all, init_from_environment
 from shardwise.model.capture import capture
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan

@@ -122,3 +122,23 @@ def test_a_file_name_means_one_thing() -> None:
 def test_importing_shardwise_imports_no_torch() -> None:
     code = "import sys, shardwise; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_files_and_functions_are_short() -> None:
+    """Commands may be longer: each of their options takes some lines, and its help is one."""
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 400, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                begin = node.body[0].lineno if room(path) == "cli" else node.lineno
+                assert node.end_lineno - begin < 40, f"{path.name}: {node.name}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}

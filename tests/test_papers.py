@@ -14,7 +14,7 @@ from published import p2, p3, p4, p5
 from published.figures import HERE, Figure, Paper
 from published.machines import alone, cluster, network, paced
 from shardwise import Plan, simulate
-from shardwise.planner.costs import Training
+from shardwise.planner.layer_costs import Training
 
 NAMES = ("p2", "p3", "p4", "p5")
 

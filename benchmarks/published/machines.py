@@ -10,7 +10,7 @@ import torch
 
 from shardwise import Cluster, Engine, LayerGraph, Plan, Trace, capture, simulate, zoo
 from shardwise.operators import Split
-from shardwise.planner.costs import Roofline, Training
+from shardwise.planner.layer_costs import Roofline, Training
 
 from .figures import HERE
 

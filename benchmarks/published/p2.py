@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise import Cluster, Config, Engine, Layer, LayerGraph, Plan, simulate
-from shardwise.planner.costs import Roofline, Training
+from shardwise.planner.layer_costs import Roofline, Training
 from shardwise.planner.links import Network
 from shardwise.plans.plan import fit
 

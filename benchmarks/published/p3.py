@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise import Engine, LayerGraph, Plan, simulate
-from shardwise.planner.costs import Training
+from shardwise.planner.layer_costs import Training
 
 from .figures import Paper, Result
 from .machines import alone, cluster, network

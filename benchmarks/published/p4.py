@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise import Cluster, Config, Engine, Layer, LayerGraph, Plan, capture, simulate
 from shardwise.planner.best_plan import Planner, predict
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.planned import HIDDEN, Alternative, examine
 from shardwise.plans.plan import fit
 

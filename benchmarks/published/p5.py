@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise import Engine, Plan, simulate
-from shardwise.planner.costs import Training
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.links import Network
 
 from .figures import Paper, Result

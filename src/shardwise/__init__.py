@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from shardwise.kernels.accelerate import accelerate
     from shardwise.kernels.ops import conv
     from shardwise.kernels.tuner import tuning
-    from shardwise.launch.workers import init_from_environment, run_local, under_launcher
+    from shardwise.launch.launchers import init_from_environment, under_launcher
+    from shardwise.launch.workers import run_local
     from shardwise.model.capture import capture
     from shardwise.planner.planned import plan
     from shardwise.planner.simulate import simulate
@@ -41,7 +42,8 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "kernels.accelerate": ("accelerate",),
     "kernels.ops": ("conv",),
     "kernels.tuner": ("tuning",),
-    "launch.workers": ("init_from_environment", "run_local", "under_launcher"),
+    "launch.launchers": ("init_from_environment", "under_launcher"),
+    "launch.workers": ("run_local",),
     "model.capture": ("capture",),
     "planner.planned": ("plan",),
     "planner.simulate": ("simulate",),

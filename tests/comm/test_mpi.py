@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.workers import LAUNCHERS
+from shardwise.launch.launchers import LAUNCHERS
 
 BIN = Path(sys.executable).parent
 MPIRUN = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comm.pipeline import Piece, pipeline
+from shardwise.comm.pipeline import RoundPiece, pipeline
 from shardwise.comm.schedules import ALGORITHMS, Round, Switches, schedule
 
 TOPOLOGIES: list[Switches] = [
@@ -20,7 +20,7 @@ def numbers(rounds: tuple[Round, ...], received: bool) -> list[tuple[int, int]]:
     return [(m.peer, number) for m in messages for number in range(m.start, m.stop)]
 
 
-def spread(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
+def spread(pieces: tuple[RoundPiece, ...]) -> list[tuple[int, int]]:
     return [(piece.peer, number) for piece in pieces for number in range(piece.start, piece.stop)]
 
 
@@ -41,7 +41,7 @@ def test_pieces_are_the_rounds_and_wait_for_what_they_hold(
 
 
 def _in_time(
-    rounds: tuple[Round, ...], sends: tuple[Piece, ...], receives: tuple[Piece, ...]
+    rounds: tuple[Round, ...], sends: tuple[RoundPiece, ...], receives: tuple[RoundPiece, ...]
 ) -> bool:
     """Whether every number that is sent has arrived in all earlier rounds."""
     left, arrived = list(sends), 0

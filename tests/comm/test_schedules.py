@@ -9,7 +9,8 @@ import pytest
 
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm.schedules import ALGORITHMS, Switches, halving, parts, ring, schedule
-from shardwise.planner.links import Network, _Ring
+from shardwise.planner.links import Network
+from shardwise.planner.rings import Ring
 
 TOPOLOGIES: list[Switches] = [
     *[(tuple(range(world)),) for world in range(1, 18)],
@@ -139,7 +140,7 @@ def test_the_schedules_take_the_time_that_the_network_predicts(
     switches = tuple(
         tuple(range(first, first + per_switch)) for first in range(0, world, per_switch)
     )
-    whole = _Ring.of(np.zeros(world, dtype=np.int64))
+    whole = Ring.of(np.zeros(world, dtype=np.int64))
     assert whole is not None
     models = {
         "ring": network._ring(whole),

@@ -13,14 +13,14 @@ import shardwise
 import shardwise.cli.app
 from shardwise.kernels import timed_layers
 from shardwise.kernels.accelerate import TunedConv2d, convolutions
-from shardwise.kernels.dispatch import Choice
+from shardwise.kernels.dispatch import KernelChoice
 from shardwise.kernels.relu import AppliedReLU
 
 CHOICES = [
-    Choice("base", "base", "base"),
-    Choice("convgemm", "deconvgemm", "convgemm_trans"),
-    Choice("winograd4", "winograd2", "winograd4"),
-    Choice("direct", "convgemm", "reindex"),
+    KernelChoice("base", "base", "base"),
+    KernelChoice("convgemm", "deconvgemm", "convgemm_trans"),
+    KernelChoice("winograd4", "winograd2", "winograd4"),
+    KernelChoice("direct", "convgemm", "reindex"),
 ]
 
 
@@ -81,7 +81,7 @@ def test_the_copy_shares_parameters_and_computes_the_same(
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_three_steps_of_training_are_the_same_with_any_kernels(choice: Choice) -> None:
+def test_three_steps_of_training_are_the_same_with_any_kernels(choice: KernelChoice) -> None:
     def trained(own: bool) -> nn.Module:
         model, x = network(), torch.randn(4, 3, 12, 10, generator=torch.Generator().manual_seed(2))
         if own:

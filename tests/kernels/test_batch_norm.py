@@ -10,7 +10,7 @@ import torch
 from convolutions import ISAS, SEED, chosen
 from images import check_norm, fused
 from shardwise.kernels import native
-from shardwise.kernels.batch_norm import BatchNorm
+from shardwise.kernels.batch_norm import NativeBatchNorm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
@@ -42,7 +42,7 @@ def test_gradients_of_first_and_second_order_are_right() -> None:
     for relu in (False, True):
 
         def function(*t: torch.Tensor, relu: bool = relu) -> torch.Tensor:
-            return BatchNorm.apply(*t, (None, None, 0.0), 1e-5, relu)  # type: ignore[return-value]
+            return NativeBatchNorm.apply(*t, (None, None, 0.0), 1e-5, relu)  # type: ignore[return-value]
 
         assert torch.autograd.gradcheck(function, (x, weight, bias))
         assert torch.autograd.gradgradcheck(function, (x, weight, bias))

@@ -10,7 +10,7 @@ import torch
 from convolutions import ISAS, SEED, chosen
 from images import check_pool, compare_pools
 from shardwise.kernels import native
-from shardwise.kernels.max_pool import FastMaxPool2d, MaxPool
+from shardwise.kernels.max_pool import FastMaxPool2d, NativeMaxPool
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 
@@ -38,8 +38,10 @@ def test_equal_numbers_and_nans_go_to_the_tap_that_torch_takes(isa: str) -> None
 
 def test_the_kernel_runs_where_it_can_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.Size] = []
-    apply = MaxPool.apply
-    monkeypatch.setattr(MaxPool, "apply", lambda x, *rest: ran.append(x.shape) or apply(x, *rest))
+    apply = NativeMaxPool.apply
+    monkeypatch.setattr(
+        NativeMaxPool, "apply", lambda x, *rest: ran.append(x.shape) or apply(x, *rest)
+    )
     pool, x = FastMaxPool2d(2), torch.randn(2, 3, 4, 6)
     torch.testing.assert_close(pool(x), torch.nn.functional.max_pool2d(x, 2))
     assert not ran  # planar

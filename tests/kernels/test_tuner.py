@@ -11,7 +11,7 @@ import torch
 import shardwise
 from shardwise.kernels import native, tuner
 from shardwise.kernels.conv_shape import ConvShape
-from shardwise.kernels.dispatch import Choice, kernels_for
+from shardwise.kernels.dispatch import KernelChoice, kernels_for
 from shardwise.kernels.kernel_times import Winners
 from shardwise.kernels.tuner import Tuner
 
@@ -36,7 +36,7 @@ def with_times(**times: float) -> Tuner:
 @needs_library
 def test_the_fastest_kernel_is_chosen_and_stock_where_nothing_was_timed() -> None:
     made = with_times(stock=3.0, convgemm=2.0, winograd2=1.0)
-    assert made.known(SHAPE) == Choice("winograd2", "stock", "stock")
+    assert made.known(SHAPE) == KernelChoice("winograd2", "stock", "stock")
 
 
 @needs_library

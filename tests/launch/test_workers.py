@@ -17,15 +17,14 @@ import torch.distributed as dist
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.launch.launchers import LAUNCHERS, under_launcher
 from shardwise.launch.workers import (
-    LAUNCHERS,
     SLURM_HOSTS,
     SLURM_PER_HOST,
     _check_address,
     _has_mpi,
     _launched,
     run_local,
-    under_launcher,
 )
 
 
@@ -173,7 +172,7 @@ def test_mpi_is_used_under_mpirun_where_mpi4py_is_installed(
             assert under_launcher() and _has_mpi() == uses_mpi
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr("shardwise.launch.workers.find_spec", lambda name: None)
+    monkeypatch.setattr("shardwise.launch.launchers.find_spec", lambda name: None)
     assert under_launcher() and not _has_mpi()
 
 

@@ -11,7 +11,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Winner
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.launch.workers import launched_switches
+from shardwise.launch.launchers import launched_switches
 from shardwise.measure.cluster_file import probe
 from shardwise.measure.racing import (
     Figures,

@@ -17,7 +17,7 @@ from shardwise.geometry.grid import Config
 from shardwise.measure.cluster_file import probe
 from shardwise.measure.timing import measure_works
 from shardwise.operators import STRATEGIES, Split
-from shardwise.planner.costs import Roofline
+from shardwise.planner.layer_costs import Roofline
 from shardwise.planner.layer_times import (
     Measured,
     TimeTable,

@@ -18,7 +18,8 @@ from shardwise.cluster.cluster import Cluster, presets
 from shardwise.operators import Split, strategy_of
 from shardwise.planner.best_plan import Planner, baselines, complete, predict, size, wanted
 from shardwise.planner.candidates import Candidates
-from shardwise.planner.costs import Costs, Training, usual
+from shardwise.planner.costs import Costs, usual
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.planned import Alternative, examine, plan
 from shardwise.planner.search import total
 from shardwise.specs.model_spec import load_model

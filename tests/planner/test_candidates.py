@@ -19,7 +19,8 @@ from shardwise.planner import costs as cost_module
 from shardwise.planner import transfer_costs as traffic_module
 from shardwise.planner.best_plan import Planner, predict
 from shardwise.planner.candidates import Candidates, most_workers
-from shardwise.planner.costs import Costs, LayerCosts, Roofline, value_operands
+from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.layer_costs import LayerCosts, Roofline
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
 from shardwise.planner.transfer_costs import Traffic

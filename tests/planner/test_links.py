@@ -10,7 +10,9 @@ import pytest
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.cluster.measured_sums import Winner
 from shardwise.geometry.layout import Layout
-from shardwise.planner.links import Network, Sums, _Ring, segments_of
+from shardwise.planner.links import Network
+from shardwise.planner.rings import Ring, segments_of
+from shardwise.planner.sum_costs import SumCosts
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
 MB = 1e6
@@ -89,7 +91,7 @@ def test_two_groups_have_a_shared_medium_each() -> None:
 def test_a_ring_takes_its_textbook_time(world: int) -> None:
     alpha, beta, nbytes = 1e-4, 1e-9, 4 * MB
     flat = network(link(count=world, latency=alpha))
-    ring = _Ring.of(one_segment(world))
+    ring = Ring.of(one_segment(world))
     assert ring is not None
     fixed, per_byte = flat._ring(ring)
     expected = 2 * (world - 1) * (alpha + nbytes / world * beta)
@@ -114,7 +116,7 @@ def supernodes(p: int, q: int, alpha: float, beta1: float, beta2: float) -> Netw
 @pytest.mark.parametrize(("p", "q"), [(8, 2), (8, 4), (16, 4), (64, 16), (1024, 256)])
 def test_halving_with_near_or_far_partners_first_is_p5s_formula(p: int, q: int) -> None:
     alpha, beta1, beta2, n = 2e-6, 1 / 12e9, 4 / 12e9, 100 * MB
-    machine, ring = supernodes(p, q, alpha, beta1, beta2), _Ring.of(one_segment(p))
+    machine, ring = supernodes(p, q, alpha, beta1, beta2), Ring.of(one_segment(p))
     assert ring is not None
     # P5, section 5.1, without the time of the additions: a reduce-scatter and as long an allgather.
     near = log2(p) * alpha + (p - p / q) * beta1 * n / p + (p / q - 1) * beta2 * n / p
@@ -135,7 +137,7 @@ def test_small_sums_are_halved_since_a_ring_has_more_steps() -> None:
 
 def test_two_levels_of_rings_are_the_ring_inside_and_the_ring_across() -> None:
     p, q, alpha, beta1, beta2, n = 12, 4, 1e-4, 1e-9, 4e-9, 8 * MB
-    machine, ring = supernodes(p, q, alpha, beta1, beta2), _Ring.of(one_segment(p))
+    machine, ring = supernodes(p, q, alpha, beta1, beta2), Ring.of(one_segment(p))
     assert ring is not None
     model = machine._two_levels(ring)
     assert model is not None
@@ -146,7 +148,7 @@ def test_two_levels_of_rings_are_the_ring_inside_and_the_ring_across() -> None:
 
 def test_the_best_algorithm_counts() -> None:
     machine, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
-    ring = _Ring.of(segments)
+    ring = Ring.of(segments)
     assert ring is not None
     models = [
         machine._ring(ring),
@@ -164,7 +166,7 @@ def test_the_best_algorithm_counts() -> None:
 
 def test_the_latency_of_a_ring_adds_up_hop_by_hop() -> None:
     hosts = network(link(count=4, latency=1e-5), link("uplink", count=3, latency=1e-3))
-    ring = _Ring.of(one_segment(12))
+    ring = Ring.of(one_segment(12))
     assert ring is not None
     around = 9 * 1e-5 + 3 * 1e-3  # three hops inside each host, and one to the next
     assert hosts._ring(ring)[0] == pytest.approx(2 * (around - 1e-5))  # one is not needed
@@ -172,7 +174,7 @@ def test_the_latency_of_a_ring_adds_up_hop_by_hop() -> None:
 
 def test_the_slowest_of_several_rings_counts() -> None:
     hosts = network(link(count=2, latency=1e-5), link("uplink", count=3, latency=1e-3))
-    ring = _Ring.of(np.array([0, 0, 1, 2, 1, 2]))  # one inside a host, two across
+    ring = Ring.of(np.array([0, 0, 1, 2, 1, 2]))  # one inside a host, two across
     assert ring is not None
     assert hosts._ring(ring)[0] == pytest.approx(2 * 1 / 2 * 2 * 1e-3)
 
@@ -180,7 +182,7 @@ def test_the_slowest_of_several_rings_counts() -> None:
 @pytest.mark.parametrize("schedule", ["ring", "halving", "round-robin", "two-level"])
 def test_a_cluster_may_have_one_way_to_sum(schedule: str) -> None:
     free, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
-    ring = _Ring.of(segments)
+    ring = Ring.of(segments)
     assert ring is not None
     models = {
         "ring": free._ring(ring),
@@ -326,5 +328,5 @@ def test_sums_take_what_the_winners_were_measured_to_take() -> None:
     assert net.sum_seconds(everybody, 2000) == plain.sum_seconds(everybody, 2000)
     numbers = np.array([net.model(groups) for groups in (halves, pairs, everybody)])
     nbytes = np.full(3, 2000.0)
-    found = Sums(net, np.arange(3), numbers, nbytes, np.zeros(3)).seconds()
+    found = SumCosts(net, np.arange(3), numbers, nbytes, np.zeros(3)).seconds()
     assert found == pytest.approx([1.0, 8.0, plain.sum_seconds(everybody, 2000)])

@@ -15,7 +15,7 @@ from shardwise import Plan, capture, parallelize
 from shardwise.cluster.cluster import Cluster
 from shardwise.errors import PlanError
 from shardwise.measure.calibrate import Overheads, Step, calibrated, calibration_plans
-from shardwise.planner.costs import Roofline, Training
+from shardwise.planner.layer_costs import Roofline, Training
 from shardwise.planner.simulate import simulate
 from shardwise.plans.trace import Trace
 

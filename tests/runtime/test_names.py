@@ -236,7 +236,7 @@ def test_the_number_of_samples_of_parts_is_a_number() -> None:
 # -- models that are more than a tree of modules ---------------------------------------------------
 
 
-class Listed(nn.Module):
+class Entry(nn.Module):
     """Its forward finds modules in plain lists, dictionaries and bound methods."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Listed(nn.Module):
 
 
 def test_modules_in_plain_lists_are_the_models_own() -> None:
-    plain, x = seeded(Listed()), seeded_input((4, 4))
+    plain, x = seeded(Entry()), seeded_input((4, 4))
     model = alone(plain, x)
     model(x).sum().backward(), plain(x).sum().backward()
     for (name, param), (_, other) in zip(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.manifest import DTYPES, NAME, Document
-from shardwise.checkpoint.pieces import LoadPlanner, Piece
+from shardwise.checkpoint.pieces import BoxOfTensor, LoadPlanner
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError
@@ -61,7 +61,7 @@ def read_state(folder: Path) -> Tensors:
     for key in document.names.values():
         stored = document.tensors[key]
         box, dtype = Box.whole(tuple(stored.shape)), DTYPES[stored.dtype]
-        pieces[key] = Piece(box.shape, box, torch.empty(box.shape, dtype=dtype))
+        pieces[key] = BoxOfTensor(box.shape, box, torch.empty(box.shape, dtype=dtype))
     reader = Reader(folder, document)
     try:
         dcp.load(pieces, storage_reader=reader, planner=LoadPlanner(), no_dist=True)

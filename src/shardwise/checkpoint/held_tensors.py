@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.manifest import Document
-from shardwise.checkpoint.pieces import Piece, written_box
+from shardwise.checkpoint.pieces import BoxOfTensor, written_box
 from shardwise.errors import ShardwiseError, some
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
@@ -57,7 +57,7 @@ class Held:
         """The ranks that hold the same block."""
         return range(self.world) if self.layout is None else self.layout.segment(self.rank)
 
-    def copied(self, tensor: torch.Tensor, turn: int) -> Piece | None:
+    def copied(self, tensor: torch.Tensor, turn: int) -> BoxOfTensor | None:
         """What this rank writes of a tensor that lies as this one: the parameter, its momentum."""
         if not self.here:
             return None
@@ -66,11 +66,11 @@ class Held:
         if box is None:
             return None
         part = plain(tensor)[box.slices_in(self.box)]
-        return Piece(self.shape, box, host_copy(part))
+        return BoxOfTensor(self.shape, box, host_copy(part))
 
-    def awaited(self, dtype: torch.dtype) -> Piece:
+    def awaited(self, dtype: torch.dtype) -> BoxOfTensor:
         """What this rank will read of a tensor that lies as this one."""
-        return Piece(self.shape, self.box, torch.empty(self.box.shape, dtype=dtype))
+        return BoxOfTensor(self.shape, self.box, torch.empty(self.box.shape, dtype=dtype))
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

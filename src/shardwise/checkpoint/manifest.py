@@ -35,7 +35,7 @@ Size = Annotated[int, Field(ge=0, lt=2**60)]
 Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class Chunk(Strict):
+class StoredChunk(Strict):
     """A box of a tensor, and its bytes in one of the files."""
 
     start: list[Size]
@@ -56,7 +56,7 @@ class Stored(Strict):
 
     shape: list[Size]
     dtype: str
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
     @model_validator(mode="after")
     def _whole(self) -> Stored:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.held_tensors import Held, host_copy
 from shardwise.checkpoint.manifest import DTYPES, Document, Group, Values
-from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.runtime.elementwise import kind_of
@@ -62,7 +62,7 @@ class Optimizing:
                         pieces[_key(param, key)] = piece
         return groups, pieces, values
 
-    def _piece(self, param: Held, key: str, value: Any, turn: int) -> Piece | None:
+    def _piece(self, param: Held, key: str, value: Any, turn: int) -> BoxOfTensor | None:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         if shape is None or "/" in key or shape not in ((), tuple(param.tensor.shape)):
             what = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
@@ -73,7 +73,7 @@ class Optimizing:
         if shape:
             return param.copied(value, turn)
         mine = param.first == param.rank
-        return Piece((), Box((), ()), host_copy(value)) if mine else None
+        return BoxOfTensor((), Box((), ()), host_copy(value)) if mine else None
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -125,7 +125,9 @@ class Optimizing:
             if param.here and stored.shape:
                 pieces[_key(param, key)] = param.awaited(dtype)
             elif param.here:
-                pieces[_key(param, key)] = Piece((), Box((), ()), torch.empty((), dtype=dtype))
+                pieces[_key(param, key)] = BoxOfTensor(
+                    (), Box((), ()), torch.empty((), dtype=dtype)
+                )
         return pieces
 
     def restore(self, document: Document, pieces: Pieces) -> None:

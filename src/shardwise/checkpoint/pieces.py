@@ -25,7 +25,7 @@ SMALL = 1 << 20  # bytes of a block that one rank writes alone, whoever else hol
 
 
 @dataclass(frozen=True)
-class Piece:
+class BoxOfTensor:
     """A box of a tensor of this shape and what lies in it; torch's `_Checkpointable`."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Piece:
         return self.block
 
 
-Pieces = dict[str, Piece]
+Pieces = dict[str, BoxOfTensor]
 
 
 def written_box(box: Box, ranks: Sequence[int], rank: int, itemsize: int, turn: int) -> Box | None:

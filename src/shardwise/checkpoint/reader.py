@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.futures import Future
 
-from shardwise.checkpoint.manifest import DTYPES, Chunk, Document
+from shardwise.checkpoint.manifest import DTYPES, Document, StoredChunk
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
@@ -41,7 +41,7 @@ class Reader(StorageReader):
     def __init__(self, folder: Path, document: Document) -> None:
         self.folder = folder
         _check_files(folder, document)
-        self._chunks: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
+        self._chunks: dict[MetadataIndex, tuple[StoredChunk, torch.dtype]] = {}
         self._about: dict[str, TensorStorageMetadata] = {}
         for key, stored in document.tensors.items():
             dtype, chunks = DTYPES[stored.dtype], []

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.held_tensors import Held, check_model, held_tensors
 from shardwise.checkpoint.manifest import NAME, Document
 from shardwise.checkpoint.optimizer_state import Optimizing
-from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.snapshot import RANDOM, random_states
 from shardwise.errors import ShardwiseError
@@ -52,7 +52,7 @@ class Restoring:
                 if stored.dtype != "uint8" or tuple(stored.shape) != tuple(state.shape):
                     raise ShardwiseError(f"{path}: tensors.{RANDOM}{device} is no random state")
                 box = Box.whole(tuple(state.shape))
-                pieces[RANDOM + device] = Piece(box.shape, box, torch.empty_like(state))
+                pieces[RANDOM + device] = BoxOfTensor(box.shape, box, torch.empty_like(state))
         return cls(path, document, model, held, optimizing, pieces, Reader(folder, document))
 
     def finish(self) -> None:

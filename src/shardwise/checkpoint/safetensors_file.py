@@ -39,7 +39,7 @@ DTYPES = {
 LONGEST = 100_000_000  # bytes of a header, as in the library itself
 
 
-class Entry(Strict):
+class TensorPlace(Strict):
     """What the header of a file says of a tensor: its bytes lie there in the rest of the file."""
 
     dtype: str
@@ -47,10 +47,10 @@ class Entry(Strict):
     data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
 
 
-HEADER = TypeAdapter(dict[str, Entry])
+HEADER = TypeAdapter(dict[str, TensorPlace])
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], int]:
+def read_header(path: Path) -> tuple[dict[str, TensorPlace], int]:
     """What the file holds, and where its data begins; every mistake is one sentence."""
     try:
         with path.open("rb") as file:
@@ -76,7 +76,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int]:
     return entries, 8 + length
 
 
-def _check(path: Path, name: str, entry: Entry, num_bytes: int) -> None:
+def _check(path: Path, name: str, entry: TensorPlace, num_bytes: int) -> None:
     if entry.dtype not in DTYPES:
         raise ShardwiseError(
             f"{path}: {name!r} is of type {entry.dtype!r}, and must be of {', '.join(DTYPES)}"
@@ -88,7 +88,7 @@ def _check(path: Path, name: str, entry: Entry, num_bytes: int) -> None:
         raise ShardwiseError(f"{path} is cut off: {name!r} ends beyond it")
 
 
-def read_box(path: Path, entry: Entry, begin: int, box: Box) -> torch.Tensor:
+def read_box(path: Path, entry: TensorPlace, begin: int, box: Box) -> torch.Tensor:
     """The part of a tensor in a box; nothing else is read."""
     dtype = DTYPES[entry.dtype]
     block = torch.empty(box.shape, dtype=dtype)

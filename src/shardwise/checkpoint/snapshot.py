@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.held_tensors import held_tensors, host_copy
 from shardwise.checkpoint.manifest import Document, Group, OptimizerState, Stored, Values
 from shardwise.checkpoint.optimizer_state import Optimizing
-from shardwise.checkpoint.pieces import Piece, Pieces
+from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.runtime.parallel import ParallelModel, of
@@ -49,7 +49,7 @@ class Snapshot:
         if of(model).comm.rank == 0:
             for device, state in random_states(model).items():
                 box = Box.whole(tuple(state.shape))
-                pieces[RANDOM + device] = Piece(box.shape, box, host_copy(state))
+                pieces[RANDOM + device] = BoxOfTensor(box.shape, box, host_copy(state))
         keys = {name: tensor.key for tensor in held for name in tensor.names}
         names = {name: keys[name] for name in nn.Module.state_dict(model, keep_vars=True)}
         kind = optimizing.kind

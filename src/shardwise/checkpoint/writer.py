@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.manifest import NAME, Chunk, Document, Stored, Values
+from shardwise.checkpoint.manifest import NAME, Document, Stored, StoredChunk, Values
 from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders, writing_to
@@ -31,7 +31,7 @@ from shardwise.files import first_mistake, sync
 
 
 @dataclass(frozen=True)
-class Local:
+class OwnWrites:
     """What a rank tells the first, and what it is told: where to write."""
 
     values: Values
@@ -60,7 +60,7 @@ class Writer(StorageWriter):
                 self.temporary.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=Local(self._snapshot.values))
+        return replace(plan, storage_data=OwnWrites(self._snapshot.values))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Collects the numbers of all ranks, and tells each where to write."""
@@ -68,7 +68,7 @@ class Writer(StorageWriter):
             for name, values in plan.storage_data.values.items():
                 self.values.setdefault(name, {}).update(values)
         return [
-            replace(plan, storage_data=Local({}, rank, str(self.temporary)))
+            replace(plan, storage_data=OwnWrites({}, rank, str(self.temporary)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -150,7 +150,7 @@ def _stored(
     for chunk in about.chunks:
         result = written[MetadataIndex(key, chunk.offsets)]
         chunks.append(
-            Chunk(
+            StoredChunk(
                 start=list(chunk.offsets),
                 shape=list(chunk.sizes),
                 bytes=result.size_in_bytes,

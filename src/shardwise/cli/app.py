@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _end(error: Exception, code: int) -> None:
-    from shardwise.launch.workers import end_all
+    from shardwise.launch.launchers import end_all
 
     print(f"error: {error}", file=sys.stderr)
     end_all(code)

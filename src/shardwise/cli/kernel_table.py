@@ -38,7 +38,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One direction of one layer: seconds by kernel, and the kernel that is chosen."""
 
     layer: str
@@ -63,7 +63,7 @@ class Row:
         }
 
 
-def time_kernels(wish: Wish, report: Callable[[str], None] | None = None) -> list[Row]:
+def time_kernels(wish: Wish, report: Callable[[str], None] | None = None) -> list[KernelRow]:
     """Times, or looks up, every kernel on every convolution of a model."""
     if wish.layout not in LAYOUTS:
         raise ShardwiseError(f"layout {wish.layout!r} is not one of {', '.join(LAYOUTS)}")
@@ -77,7 +77,7 @@ def time_kernels(wish: Wish, report: Callable[[str], None] | None = None) -> lis
         torch.set_num_threads(before)
 
 
-def _time(wish: Wish, report: Callable[[str], None] | None) -> list[Row]:
+def _time(wish: Wish, report: Callable[[str], None] | None) -> list[KernelRow]:
     model = load_model(wish.spec, **wish.options)
     x = torch.randn(wish.shape or default_shape(wish.spec, wish.batch))
     if wish.layout == "channels_last":
@@ -91,11 +91,13 @@ def _time(wish: Wish, report: Callable[[str], None] | None) -> list[Row]:
         choice = tuner.tune(seen.shape, directions)
         for direction in directions:
             times = tuner.winners.times(seen.shape, direction)
-            rows.append(Row(seen.name, seen.shape, direction, times, getattr(choice, direction)))
+            rows.append(
+                KernelRow(seen.name, seen.shape, direction, times, getattr(choice, direction))
+            )
     return rows
 
 
-def kernel_table(title: str, rows: list[Row]) -> Table:
+def kernel_table(title: str, rows: list[KernelRow]) -> Table:
     """Gflop/s, the chosen kernel of each row marked."""
     table = Table(title=f"{title}: Gflop/s", title_justify="left")
     for name in ("layer", "input", "filters", ""):
@@ -112,7 +114,7 @@ def kernel_table(title: str, rows: list[Row]) -> Table:
     return table
 
 
-def _cell(row: Row, kernel: str) -> str:
+def _cell(row: KernelRow, kernel: str) -> str:
     rate = row.gflops(kernel)
     text = "" if rate is None else f"{rate:.1f}" if rate < 10 else f"{rate:.0f}"
     return f"[bold green]*{text}[/]" if kernel == row.choice else text

@@ -66,11 +66,11 @@ def verify(
     tensor differs by more than that. Also runs under torchrun or mpirun.
     """
     from shardwise.specs.model_spec import parse_split
-    from shardwise.verify.by_name import Request, verify_model
+    from shardwise.verify.by_name import ToVerify, verify_model
     from shardwise.verify.inputs import parse_input
 
     inputs = [parse_input(text) for text in shape or []]
-    request = Request(
+    request = ToVerify(
         spec=model,
         workers=workers,
         shapes=tuple(dims for dims, _ in inputs),

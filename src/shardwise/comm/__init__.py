@@ -1,6 +1,6 @@
 """Communication between ranks."""
 
-from shardwise.comm.communicator import ANYTHING, About, Communicator, Pending, Sums
+from shardwise.comm.communicator import ANYTHING, About, Communicator, Pending, SumRules
 from shardwise.comm.recording import Recording, Sent
 from shardwise.comm.timeline import Event, Timeline
 
@@ -12,6 +12,6 @@ __all__ = [
     "Pending",
     "Recording",
     "Sent",
-    "Sums",
+    "SumRules",
     "Timeline",
 ]

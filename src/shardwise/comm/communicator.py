@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,30 +22,23 @@ from shardwise.comm.carrying import (
     tag_for,
     wired,
 )
-from shardwise.comm.connecting import ALARM, USES, connect
-from shardwise.comm.groups import Members, group_of, known_group
-from shardwise.comm.headers import Mismatch
 from shardwise.comm.numbers import added, check_summed, known_to_backends
 from shardwise.comm.pending import ANYTHING, About, Carried, Flight, Pending
-from shardwise.comm.present import present
+from shardwise.comm.ranks import Ranks
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
-from shardwise.comm.timeline import Timeline
-from shardwise.comm.wires import Lost
 from shardwise.errors import LostPeer, ShardwiseError
 
-__all__ = ["ANYTHING", "About", "Communicator", "LostPeer", "Messages", "Pending", "Sums"]
+__all__ = ["ANYTHING", "About", "Communicator", "LostPeer", "Messages", "Pending", "SumRules"]
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
 FEW = 8  # ranks that exchange messages directly
 SMALL = 64 << 10  # bytes of a sum that is sent whole to every rank
-TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
-AGREEMENT = About("what all ranks must agree on")
 
 
 @dataclass(frozen=True)
-class Sums:
+class SumRules:
     """How to sum: the switch of every rank, and the winners that were measured."""
 
     switches: tuple[int, ...]
@@ -65,78 +55,13 @@ class Sums:
         return fastest(self.winners, len(ranks), len(self.of(ranks)), nbytes)
 
 
-class Communicator:
+class Communicator(Ranks):
     """Asynchronous messages and collectives among the ranks of a process group.
 
-    Ranks are numbered inside the group. Without torch.distributed there is one rank, which has
-    nobody to talk to. Another lane has process groups of its own, so that what moves there does not
-    wait for what moves elsewhere. Every message is compared with what its receiver awaits; NCCL's
-    are not.
+    Every message is compared with what its receiver awaits; NCCL's are not.
     """
 
-    def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
-        self.lane, self.group = lane, group
-        self.timeline = Timeline()
-        self.sums: Sums | None = None
-        if not (dist.is_available() and dist.is_initialized()):
-            self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
-            self.timeout = TIMEOUT if timeout is None else timeout
-            return
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._global = tuple(dist.get_process_group_ranks(group))
-        self._backend = dist.get_backend(group)
-        # Groups of lanes wait as long as the group that they belong to.
-        self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
-        if group is not None and group not in present().groups:
-            present().groups.append(group)
-
-    @property
-    def backend(self) -> str:
-        """What torch moves tensors with."""
-        return self._backend
-
-    def name_of(self, rank: int) -> int:
-        """The number of a rank of this group among all processes."""
-        return self._global[rank]
-
-    def members(self, ranks: tuple[int, ...]) -> Members:
-        """The numbers of several ranks among all processes."""
-        return tuple(self._global[rank] for rank in ranks)
-
-    # -- failures ------------------------------------------------------------------------------
-
-    def abort(self, reason: str) -> None:
-        """Ends what all other ranks wait for, now and later, with this rank's reason."""
-        self.fail(f"rank {self.name_of(self.rank)} failed: {reason}")
-
-    def fail(self, sentence: str) -> None:
-        """Tells all ranks that nothing can be sent any more; only the first sentence counts."""
-        if self.size > 1:
-            present().alarm.sound(sentence)
-
-    def check(self) -> None:
-        """Raises what ended this world, if something has: nobody knows what is under way."""
-        if self.size > 1:
-            present().alarm.check()
-
-    def heard(self, seconds: float) -> str:
-        """The sentence of another rank's failure, if it becomes known in this time."""
-        return present().alarm.heard(seconds)
-
-    def lost_by(self, error: Exception) -> tuple[int, ...]:
-        """The rank at the other end of a connection of our own that was lost, if it was that."""
-        member = error.member if isinstance(error, Lost) else None
-        return (self._global.index(member),) if member in self._global else ()
-
-    @contextmanager
-    def doing(self, phase: str) -> Iterator[None]:
-        """Within, messages say that they belong to this: "the forward pass", say."""
-        now = present()
-        before, now.phase = now.phase, phase
-        try:
-            yield
-        finally:
-            now.phase = before
+    sums: SumRules | None = None  # how lanes sum, where that was measured
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -375,77 +300,6 @@ class Communicator:
             work = dist.broadcast(self._raw(staged), self._global[root], self.group, async_op=True)
         return self._carried([], work, lambda: _copy_back([x], [staged], None), flight)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value (small, plain data), in rank order."""
-        if self.size == 1:
-            return [value]
-        everybody = tuple(range(self.size))
-        self._connect()
-        flight = Flight(self, "exchange", everybody, AGREEMENT)
-        with flight.starting():
-            compare(announce(flight, everybody, self.group))
-            return self._gathered(value)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self.group)
-        return values
-
-    # -- memory --------------------------------------------------------------------------------
-
-    def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
-        """A twin in memory of the host, for backends that move nothing else."""
-        tensor = tensor.resolve_conj().resolve_neg()  # what is put off is not in memory yet
-        if self._backend not in HOST_ONLY or not tensor.is_cuda:
-            return tensor
-        return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
-
-    def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory as bytes: gloo's collectives do not know every kind of number."""
-        return tensor.view(-1).view(torch.uint8) if self._backend in HOST_ONLY else tensor
-
-    def _raw_numel(self, tensor: torch.Tensor) -> int:
-        return tensor.numel() * (tensor.element_size() if self._backend in HOST_ONLY else 1)
-
-    # -- groups --------------------------------------------------------------------------------
-
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Connects all ranks, and makes the process groups of some; all call it with the same."""
-        self._connect()
-        groups = [g for g in groups if len(g) > 1 and (len(g) < self.size or self.lane)]
-        missing = [ranks for ranks in groups if known_group(self.lane, self.members(ranks)) is None]
-        if not missing:
-            return
-        for rank, others in enumerate(self.gather_objects(missing)):
-            if others != missing:
-                raise Mismatch(
-                    f"rank {self.name_of(rank)} makes groups of ranks {others}, and rank "
-                    f"{self.name_of(self.rank)} of {missing}; the ranks do not do the same thing"
-                )
-        for ranks in missing:
-            group_of(self.lane, self.members(ranks), self.timeout)
-
-    def _connect(self) -> None:
-        """The first time, all ranks together."""
-        uses = {"gloo": USES, "mpi4py": (ALARM,)}.get(self._backend)
-        if uses and self.size > 1:
-            with Flight(self, "exchange", range(self.size), AGREEMENT).starting():
-                connect(self._global, self._global[self.rank], self._gathered, uses)
-
-    def _subgroup(self, ranks: tuple[int, ...]) -> Any:
-        if len(ranks) == self.size and not self.lane:
-            return self.group
-        group = known_group(self.lane, self.members(ranks))
-        assert group is not None, f"ranks {ranks} have not been prepared"
-        return group
-
-    def group_of_lane(self, lane: str) -> Any:
-        """A process group of all these ranks that moves the host's memory; all ranks call it."""
-        if self.size == 1:
-            return None
-        backend = None if self._backend in HOST_ONLY else "gloo"
-        return group_of(lane, self._global, self.timeout, backend)
-
     def in_lane(self, lane: str) -> Communicator:
         """The same ranks, over process groups of their own."""
         twin = copy(self)
@@ -458,31 +312,10 @@ class Communicator:
             return self
         loaded = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         loaded, twin = loaded.with_workers(self.size), copy(self)
-        twin.sums = Sums(loaded.switches, loaded.sums)
+        twin.sums = SumRules(loaded.switches, loaded.sums)
         if any(other != twin.sums for other in self.gather_objects(twin.sums)):
             raise ShardwiseError("ranks were given clusters with different measurements of sums")
         return twin
-
-
-def _timeout_of(group: Any) -> float:
-    """Seconds, where the backend says; torch's groups do not take it over from one another."""
-    if isinstance(group, dist.ProcessGroup) and hasattr(group, "seconds"):
-        return group.seconds  # type: ignore[attr-defined]
-    try:
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        return group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        _warn_of_timeout()
-        return TIMEOUT
-
-
-@cache
-def _warn_of_timeout() -> None:
-    warnings.warn(
-        "this torch does not say how long its process groups wait; messages are given up after "
-        f"{TIMEOUT:g} s",
-        stacklevel=4,
-    )
 
 
 def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:

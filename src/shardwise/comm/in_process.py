@@ -20,7 +20,8 @@ import torch
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm
-from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending, Sums
+from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending, SumRules
+from shardwise.comm.headers import Mismatch
 from shardwise.comm.timeline import Timeline
 from shardwise.errors import LostPeer, ShardwiseError
 
@@ -31,10 +32,6 @@ Channel = tuple[str, int, int]  # lane, from, to
 
 class Hung(ShardwiseError):
     """All ranks wait for each other."""
-
-
-class Mismatch(ShardwiseError):
-    """A message that is not the one its receiver awaits."""
 
 
 @dataclass
@@ -208,7 +205,7 @@ class InProcess(Communicator):
     def __init__(self, world: World, rank: int, lane: str = "") -> None:
         self.world, self.rank, self.size, self.lane = world, rank, world.size, lane
         self.timeout, self.group, self.timeline = None, None, Timeline()
-        self.sums: Sums | None = None
+        self.sums: SumRules | None = None
         self._global, self._backend = tuple(range(world.size)), "threads"
 
     def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:

@@ -14,7 +14,7 @@ from shardwise.comm.present import present
 from shardwise.errors import LostPeer, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ranks import Ranks
 
 GRACE = 0.5  # seconds in which a rank whose connection is lost may have said why
 
@@ -72,7 +72,7 @@ class Pending:
 class Flight:
     """One communication: who waits for whom, for what, and how long."""
 
-    def __init__(self, comm: Communicator, action: str, peers: Iterable[int], about: About) -> None:
+    def __init__(self, comm: Ranks, action: str, peers: Iterable[int], about: About) -> None:
         self.present = present()
         self.present.alarm.check()
         self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
@@ -131,7 +131,7 @@ class Flight:
 
 
 def failure(
-    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
+    comm: Ranks, action: str, peers: Iterable[int], about: About, error: Exception
 ) -> ShardwiseError:
     """What to raise after a communication that failed; all ranks are told the same."""
     if told := comm.heard(0.0 if isinstance(error, Mismatch) else GRACE):
@@ -145,7 +145,7 @@ def failure(
 
 
 def complaint(
-    comm: Communicator, action: str, peers: Iterable[int], about: About, error: Exception
+    comm: Ranks, action: str, peers: Iterable[int], about: About, error: Exception
 ) -> str:
     """One sentence about a communication that failed: who waited for whom, and in what."""
     others = [str(comm.name_of(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]

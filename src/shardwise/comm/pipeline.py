@@ -13,7 +13,7 @@ from shardwise.comm.schedules import Message, Round, Rounds
 
 
 @dataclass(frozen=True)
-class Piece:
+class RoundPiece:
     """A piece of a message, and how many receives must be done before it is sent."""
 
     peer: int
@@ -27,8 +27,8 @@ class Piece:
 class Pipeline:
     """What one rank sends and receives, each in the order of the rounds."""
 
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
+    sends: tuple[RoundPiece, ...]
+    receives: tuple[RoundPiece, ...]
 
 
 @lru_cache(maxsize=256)
@@ -39,26 +39,26 @@ def pipeline(rounds: Rounds, chunk: int) -> Pipeline:
     >>> [(piece.start, piece.after) for piece in pipeline(hop, 2).sends]
     [(0, 0), (2, 0), (4, 1), (6, 2)]
     """
-    sends: list[Piece] = []
-    receives: list[Piece] = []
+    sends: list[RoundPiece] = []
+    receives: list[RoundPiece] = []
     arrived: list[tuple[int, Message]] = []  # with the place of its first piece among all
     for one in rounds:
         for cut in _cut(one.sends, one, chunk):
             after = max(_needed(cut, arrived, chunk), sends[-1].after if sends else 0)
-            sends.append(Piece(cut.peer, cut.start, cut.stop, cut.adds, after))
+            sends.append(RoundPiece(cut.peer, cut.start, cut.stop, cut.adds, after))
         for message in one.receives:
             arrived.append((len(receives), message))
             receives += _cut((message,), one, chunk)
     return Pipeline(tuple(sends), tuple(receives))
 
 
-def _cut(messages: tuple[Message, ...], one: Round, chunk: int) -> Iterator[Piece]:
+def _cut(messages: tuple[Message, ...], one: Round, chunk: int) -> Iterator[RoundPiece]:
     for message in messages:
         for start in range(message.start, message.stop, chunk):
-            yield Piece(message.peer, start, min(start + chunk, message.stop), one.adds)
+            yield RoundPiece(message.peer, start, min(start + chunk, message.stop), one.adds)
 
 
-def _needed(piece: Piece, arrived: list[tuple[int, Message]], chunk: int) -> int:
+def _needed(piece: RoundPiece, arrived: list[tuple[int, Message]], chunk: int) -> int:
     """How many receives there are up to the last one that overlaps a piece."""
     for place, message in reversed(arrived):
         last = min(piece.stop, message.stop)

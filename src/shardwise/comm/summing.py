@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.pipeline import Piece, pipeline
+from shardwise.comm.pipeline import RoundPiece, pipeline
 from shardwise.comm.schedules import Rounds
 
 CHUNK = 1 << 20  # bytes of a piece, which is added and sent on while the next ones arrive
@@ -126,15 +126,15 @@ class Summing:
             with _waiting_for(peer):
                 work.wait(self.timeout)
 
-    def _part(self, piece: Piece) -> torch.Tensor:
+    def _part(self, piece: RoundPiece) -> torch.Tensor:
         return self.vector[piece.start : piece.stop]
 
-    def _send(self, piece: Piece) -> tuple[int, Any]:
+    def _send(self, piece: RoundPiece) -> tuple[int, Any]:
         with _waiting_for(piece.peer):
             work = self.group.send([self._part(piece)], self.places[piece.peer], self.tag)
         return piece.peer, work
 
-    def _receive(self, place: int, piece: Piece) -> tuple[torch.Tensor, Any]:
+    def _receive(self, place: int, piece: RoundPiece) -> tuple[torch.Tensor, Any]:
         """A copy goes straight into the vector, what will be added into a buffer."""
         part = self._part(piece)
         buffer = self._buffer(place)[: part.numel()] if piece.adds else part
@@ -152,7 +152,7 @@ def _buffers(dtype: torch.dtype, numel: int, count: int) -> torch.Tensor:
     return torch.empty(count, numel, dtype=dtype)
 
 
-def _ready(to_send: deque[Piece], done: int) -> Iterator[Piece]:
+def _ready(to_send: deque[RoundPiece], done: int) -> Iterator[RoundPiece]:
     """Takes the pieces that may be sent after so many receives; the order stays."""
     while to_send and to_send[0].after <= done:
         yield to_send.popleft()

@@ -29,7 +29,7 @@ COPIED = 64 << 10  # bytes that are copied behind their header rather than sent 
 INBOX = 64 << 10  # bytes that are read ahead
 
 
-class Lost(RuntimeError):
+class LostConnection(RuntimeError):
     """A connection that was lost, and the global rank at its other end."""
 
     def __init__(self, member: int, reason: str) -> None:
@@ -151,8 +151,8 @@ class Wire:
         except OSError as error:
             raise self.lost(error.strerror or str(error)) from None
 
-    def lost(self, reason: str) -> Lost:
-        self.broken = Lost(self.member, reason)
+    def lost(self, reason: str) -> LostConnection:
+        self.broken = LostConnection(self.member, reason)
         return self.broken
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from shardwise.kernels import tuner
 from shardwise.kernels.batch_norm import FusedBatchNorm2d
 from shardwise.kernels.conv_shape import ConvShape, shape_of
-from shardwise.kernels.dispatch import Choice
+from shardwise.kernels.dispatch import KernelChoice
 from shardwise.kernels.ops import convolve
 from shardwise.kernels.relu import AppliedReLU, applied
 from shardwise.kernels.timed_layers import OWN, adopt
@@ -25,7 +25,7 @@ from shardwise.units import parse_size
 class TunedConv2d(nn.Conv2d):
     """A convolution with a kernel for each direction; parameters and state are the original's."""
 
-    choice: Choice
+    choice: KernelChoice
     relu = False  # apply the ReLU that followed, while the numbers are in the cache
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _tuned(
 ) -> nn.Module:
     twin = _laid_out(model, last)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
-    choices: dict[str, Choice] = {}
+    choices: dict[str, KernelChoice] = {}
     for one in convolutions(twin, x):
         if report is not None:
             report(one)

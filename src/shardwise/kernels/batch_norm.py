@@ -35,7 +35,7 @@ def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
-class BatchNorm(torch.autograd.Function):
+class NativeBatchNorm(torch.autograd.Function):
     """`running` is the mean and variance that a module keeps, and its momentum; they are updated.
 
     >>> x = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
@@ -103,5 +103,5 @@ class FusedBatchNorm2d(torch.nn.BatchNorm2d):
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         running = (*kept, self.momentum or 0.0)
-        y = BatchNorm.apply(input, self.weight, self.bias, running, self.eps, self.relu)
+        y = NativeBatchNorm.apply(input, self.weight, self.bias, running, self.eps, self.relu)
         return applied(y) if self.relu else y  # type: ignore[arg-type, return-value]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from shardwise.kernels.native import Problem
+from shardwise.kernels.native import ConvProblem
 
 Pair = tuple[int, int]
 PRECISIONS = {torch.float32: "float32", torch.float64: "float64"}
@@ -56,10 +56,10 @@ class ConvShape:
         values = (getattr(self, field.name) for field in fields(self))
         return " ".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
 
-    def problem(self, threads: int, relu: bool = False) -> Problem:
+    def problem(self, threads: int, relu: bool = False) -> ConvProblem:
         _, _, p, q = self.out
         f, _, r, s = self.w
-        return Problem(
+        return ConvProblem(
             *(*self.x, f, r, s, p, q, *self.stride, *self.padding, *self.dilation, self.groups),
             *(self.last, self.filter_last, relu, threads),
         )

@@ -24,7 +24,7 @@ persistent = True  # P1's PM: workspaces stay allocated between calls
 Settings = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The kernel of each direction."""
 
     fwd: str = STOCK

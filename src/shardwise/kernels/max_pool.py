@@ -43,7 +43,7 @@ class Pooling(NamedTuple):
         return down, across
 
 
-class MaxPool(torch.autograd.Function):
+class NativeMaxPool(torch.autograd.Function):
     """The largest number of every window, and its gradient."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class FastMaxPool2d(torch.nn.MaxPool2d):
         # A window with dilation may have no pixel at all.
         if self.return_indices or _pair(self.dilation) != (1, 1) or not _takes(input, how):
             return super().forward(input)  # type: ignore[return-value]
-        return MaxPool.apply(input, how)  # type: ignore[return-value]
+        return NativeMaxPool.apply(input, how)  # type: ignore[return-value]
 
 
 def _takes(x: torch.Tensor, how: Pooling) -> bool:

@@ -22,7 +22,7 @@ ISAS = ("avx512", "avx2", "portable")  # a CPU that runs one runs those after it
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}  # as torch names what the CPU has
 
 
-class Problem(ctypes.Structure):
+class ConvProblem(ctypes.Structure):
     """One convolution as the library reads it: x_NCHW, w_FCRS, y_NFPQ."""
 
     _fields_ = [
@@ -60,7 +60,7 @@ class Library:
     def isa(self) -> str:
         return self.lib.sw_cpu().decode()
 
-    def workspace(self, kernel: str, direction: str, double: bool, problem: Problem) -> int:
+    def workspace(self, kernel: str, direction: str, double: bool, problem: ConvProblem) -> int:
         """Bytes this kernel takes from the arena, or -1 if it does not take the problem."""
         if kernel not in self.numbers:
             return -1
@@ -71,7 +71,7 @@ class Library:
         self,
         kernel: str,
         direction: str,
-        problem: Problem,
+        problem: ConvProblem,
         tensors: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
         keep: bool = True,
@@ -93,7 +93,7 @@ class Library:
             keep,
         )
 
-    def im2col(self, problem: Problem, x: torch.Tensor, columns: torch.Tensor) -> None:
+    def im2col(self, problem: ConvProblem, x: torch.Tensor, columns: torch.Tensor) -> None:
         double = x.dtype == torch.float64
         self.lib.sw_im2col(double, ctypes.byref(problem), x.data_ptr(), columns.data_ptr())
 
@@ -109,7 +109,7 @@ def load(path: Path) -> Library:
     if not hasattr(lib, "sw_interface") or lib.sw_interface() != INTERFACE:
         raise OSError("it is of another version; `python hatch_build.py` makes it anew")
     pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    problem = ctypes.POINTER(Problem)
+    problem = ctypes.POINTER(ConvProblem)
     lib.sw_kernel_name.restype = ctypes.c_char_p
     lib.sw_cpu.restype = ctypes.c_char_p
     lib.sw_workspace.argtypes = [number, number, number, problem]

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.kernels import dispatch
 from shardwise.kernels.conv_shape import channels_last, is_eager, memory_format
-from shardwise.kernels.dispatch import KERNELS, STOCK, Choice, Settings, kernels_for
+from shardwise.kernels.dispatch import KERNELS, STOCK, KernelChoice, Settings, kernels_for
 
 _TAIL = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str fwd, str dx, str dw"
@@ -55,7 +55,7 @@ def conv(
             known = ", ".join(kernels_for(direction))
             raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
     settings = (_pair(stride), _pair(padding), _pair(dilation), groups)
-    return convolve(x, w, bias, settings, Choice(fwd, dx, dw), relu)
+    return convolve(x, w, bias, settings, KernelChoice(fwd, dx, dw), relu)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def convolve(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     settings: Settings,
-    choice: Choice,
+    choice: KernelChoice,
     relu: bool,
 ) -> torch.Tensor:
     """The operator, or the same without the dispatcher where that does.
@@ -99,7 +99,7 @@ class Convolution(torch.autograd.Function):
     """A convolution of plain tensors; second derivatives are those of the operators."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, settings: Settings, choice: Choice, relu: bool):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w, bias, settings: Settings, choice: KernelChoice, relu: bool):  # type: ignore[no-untyped-def]
         y = dispatch.forward(x, w, bias, settings, choice.fwd, relu)
         ctx.save_for_backward(x, w, *([y] if relu else []))
         ctx.settings, ctx.choice, ctx.tail = settings, choice, (*settings, *choice)

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.kernels import dispatch
 from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
-from shardwise.kernels.dispatch import STOCK, Choice, Settings, kernels_for
+from shardwise.kernels.dispatch import STOCK, KernelChoice, Settings, kernels_for
 from shardwise.kernels.kernel_times import Times, Winners, fits
 from shardwise.kernels.native import DIRECTIONS
 from shardwise.kernels.ops import convolve
@@ -34,12 +34,12 @@ class Tuner:
     ) -> None:
         self.memory_bytes, self.exact = memory_bytes, exact
         self.winners = winners or Winners.load(torch.get_num_threads())
-        self._choices: dict[ConvShape, Choice] = {}
+        self._choices: dict[ConvShape, KernelChoice] = {}
 
-    def known(self, shape: ConvShape) -> Choice:
+    def known(self, shape: ConvShape) -> KernelChoice:
         """The fastest kernels among those timed; the stock operator where none was."""
         if shape not in self._choices:
-            self._choices[shape] = Choice(*(self._best(shape, d) for d in DIRECTIONS))
+            self._choices[shape] = KernelChoice(*(self._best(shape, d) for d in DIRECTIONS))
         return self._choices[shape]
 
     def _best(self, shape: ConvShape, direction: str) -> str:
@@ -55,7 +55,7 @@ class Tuner:
         names = kernels_for(direction)
         return [name for name in names if fits(name, direction, shape, threads, *limits)]
 
-    def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> Choice:
+    def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> KernelChoice:
         """Times what has not been timed yet on random numbers, then chooses."""
         missing = {d: self._missing(shape, d) for d in directions}
         if any(missing.values()):
@@ -189,7 +189,7 @@ def convolution(
     """
     how = (tuple(stride), tuple(padding), tuple(dilation), groups)
     shape = shape_of(x, w, *how) if _tuning and x.ndim == 4 else None  # type: ignore[arg-type]
-    choice = Choice() if shape is None else tuner().tune(shape)
+    choice = KernelChoice() if shape is None else tuner().tune(shape)
     if choice.stock:
         zeros = [0] * (x.ndim - 2)
         return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)

@@ -1,22 +1,20 @@
-"""Starting workers: local processes of this machine, or those that a launcher has started."""
+"""Workers as local processes of this machine."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
-from math import inf, prod
+from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -27,33 +25,11 @@ import torch.distributed as dist
 from shardwise.errors import LostPeer, ShardwiseError, WorkerError
 
 HOST = "127.0.0.1"
-DEFAULT_WORLD = 2
 GRACE = 3.0  # seconds a worker gets to end before it is killed
 CAUSE = 0.5  # seconds in which the rank that failed first may report after another
 CAUSES = ("dead", "sentence")  # what workers report when they are the first to fail
 EFFECTS = ("traceback", "lost")  # perhaps because another has failed
 KINDS = (*CAUSES, *EFFECTS, "result")
-
-# How launchers name rank, world size, rank on this host, and ranks on this host. Slurm's batch
-# script has a SLURM_PROCID too, but only a step started by srun has the number of its tasks.
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-# How srun says on how many hosts a step runs, and how many workers each of them has; those of the
-# job come last, as a step may be smaller.
-SLURM_HOSTS = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-SLURM_PER_HOST = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-
-
-# -- local workers ---------------------------------------------------------------------------------
 
 
 def run_local(
@@ -150,7 +126,7 @@ def _follow_parent() -> None:
 
 
 def _join_group(setup: _Setup) -> None:
-    torch.set_num_threads(max(1, _num_cores() // setup.world))
+    torch.set_num_threads(max(1, num_cores() // setup.world))
     if sys.platform == "linux":  # not the network card: its address may be unknown or filtered
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     seconds = timedelta(seconds=setup.timeout)
@@ -160,7 +136,7 @@ def _join_group(setup: _Setup) -> None:
     )
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """The cores this process may use."""
     known = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
@@ -240,169 +216,3 @@ def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.join()
         worker.connection.close()
-
-
-# -- workers of a launcher -------------------------------------------------------------------------
-
-
-def under_launcher() -> bool:
-    """Whether torchrun, mpirun or srun has started this process as one of its workers."""
-    return _launched() is not None
-
-
-def launched_world() -> int | None:
-    """How many workers a launcher has started; None without a launcher."""
-    launched = _launched()
-    return launched.world if launched else None
-
-
-def launched_switches(world: int) -> tuple[int, ...]:
-    """The switch of every rank, where `shardwise emulate` says so; else they share one."""
-    text = os.environ.get("SHARDWISE_PER_SWITCH", "")
-    per_switch = int(text) if text.isdigit() and int(text) else world
-    return tuple(rank // per_switch for rank in range(world))
-
-
-def choose_world(asked: int | None = None, split: Mapping[str, int] | None = None) -> int:
-    """How many workers to use: as asked for, as launched, as a split needs, or else 2."""
-    needed = prod(split.values()) if split else None
-    world = next(n for n in (asked, launched_world(), needed, DEFAULT_WORLD) if n is not None)
-    if world < 1:
-        raise ShardwiseError(f"{world} workers: there must be at least 1")
-    if launched_world() not in (None, world):
-        raise ShardwiseError(f"{world} workers are asked for, and {launched_world()} are running")
-    if split and needed is not None and needed > world:
-        text = ",".join(f"{axis}={degree}" for axis, degree in split.items())
-        raise ShardwiseError(f"split {text} needs {needed} workers, and there are {world}")
-    return world
-
-
-def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -> torch.device:
-    """Joins the workers that a launcher has started; returns the device of this one.
-
-    The backend is NCCL where every worker of this host has a GPU of its own, MPI where mpirun has
-    started them and mpi4py is installed, else gloo.
-    """
-    launched = _launched()
-    if launched is None:
-        raise ShardwiseError("no launcher has started this process; use torchrun, mpirun or srun")
-    local_world = launched.local_world or launched.world
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
-    backend = backend or ("nccl" if gpu else "mpi4py" if _has_mpi() else "gloo")
-    if backend == "mpi4py":
-        _join_mpi(launched, timeout)
-        return torch.device("cpu")
-    _check_address(launched)
-    rank, world, local_rank = launched.rank, launched.world, launched.local_rank
-    if backend == "nccl":
-        torch.cuda.set_device(local_rank)
-    limit = timedelta(seconds=timeout)
-    store = _meeting_point(rank, world, limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-
-
-def _meeting_point(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """Where ranks leave their addresses: apart for every restart of an elastic launcher, whose
-    store still has the addresses of ranks that are dead."""
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))  # type: ignore
-    return dist.PrefixStore(f"start-{num_restarts()}", store)
-
-
-def num_restarts() -> int:
-    """How often an elastic launcher has started these workers anew."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(count) if count.isdigit() else 0
-
-
-def _check_address(launched: Launched) -> None:
-    """Where all ranks are known to be on this host, it is where they meet; else somebody says."""
-    if launched.one_host:
-        os.environ.setdefault("MASTER_ADDR", HOST)
-        os.environ.setdefault("MASTER_PORT", "29500")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ShardwiseError(f"{name} is not set; give the address and port of rank 0's host")
-
-
-def _join_mpi(launched: Launched, timeout: float) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cores() // (launched.local_world or launched.world)))
-    try:
-        from shardwise.comm import mpi  # starts MPI
-    except (ImportError, RuntimeError) as error:
-        raise ShardwiseError(
-            f"mpi4py cannot be used ({str(error).splitlines()[0]}); install an MPI library, as "
-            "pip install mpich does, or uninstall mpi4py"
-        ) from error
-    mpi.join(launched.rank, launched.world, timeout)
-
-
-def end_all(code: int) -> None:
-    """Ends this process with an exit code; the other workers of mpirun too, which wait for it."""
-    if dist.is_initialized() and dist.get_backend() == "mpi4py":
-        from shardwise.comm import mpi
-
-        mpi.abort(code)
-    sys.exit(code)
-
-
-def _has_mpi() -> bool:
-    """Whether mpirun has started this process, and mpi4py is there to use it."""
-    names = _launcher()
-    by_mpirun = names is not None and names[0].startswith(("OMPI_", "PMI_"))
-    return by_mpirun and find_spec("mpi4py") is not None
-
-
-def _launcher() -> tuple[str, str, str, str] | None:
-    """The names of the variables that a launcher has set."""
-    for names in LAUNCHERS:
-        rank, world = os.environ.get(names[0], ""), os.environ.get(names[1], "")
-        if rank.isdigit() and world.isdigit() and (names[0] == "RANK" or int(world) > 1):
-            return names
-    return None
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What a launcher says about this process and the others."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int | None  # workers of this host, where it says so
-    one_host: bool  # all of them, for sure
-
-
-def _launched() -> Launched | None:
-    """As the variables of a launcher say it."""
-    names = _launcher()
-    if names is None:
-        return None
-    rank, world, local_rank, local_world = (os.environ.get(name, "") for name in names)
-    local, one_host = int(local_world) if local_world.isdigit() else None, local_world == world
-    if names[0] == "SLURM_PROCID" or (names[0] == "PMI_RANK" and local is None):  # both are srun's
-        local, one_host = _slurm_hosts(int(world), local)
-    return Launched(int(rank), int(world), int(local_rank or rank), local, one_host or world == "1")
-
-
-def _slurm_hosts(world: int, most: int | None) -> tuple[int | None, bool]:
-    """How many workers this host has, and whether these are all; `most` is what was asked for."""
-    per_host, node = _slurm_per_host(), os.environ.get("SLURM_NODEID", "")
-    known = sum(per_host) == world and node.isdigit() and int(node) < len(per_host)
-    local = per_host[int(node)] if known else most
-    hosts = (os.environ.get(name, "") for name in SLURM_HOSTS)
-    num_hosts = next((int(text) for text in hosts if text.isdigit()), None)
-    return local, local == world if num_hosts is None else num_hosts == 1
-
-
-def _slurm_per_host() -> list[int]:
-    """How many workers every host has, of Slurm's "2(x3),1"; nothing where it does not say."""
-    text = next((os.environ[name] for name in SLURM_PER_HOST if name in os.environ), "")
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return []
-        found += [int(match[1])] * int(match[2] or 1)
-    return found

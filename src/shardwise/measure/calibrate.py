@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.planner.costs import Timer, Training
+from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.simulate import simulate
 from shardwise.plans.plan import Plan
 

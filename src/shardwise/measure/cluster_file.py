@@ -17,18 +17,19 @@ from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.measured_sums import Winner
 from shardwise.comm import Communicator
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.workers import (
+from shardwise.launch.launchers import (
     choose_world,
     init_from_environment,
     launched_switches,
-    run_local,
     under_launcher,
 )
+from shardwise.launch.workers import run_local
 from shardwise.measure.calibrate import Step, calibrated, calibration_plans
 from shardwise.measure.racing import Figures, measure_figures, measure_sums
 from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.operators import Split
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import TimeTable, Work, all_works, first_layers, timer_for
 from shardwise.runtime.parallel import parallelize
 from shardwise.specs.model_spec import load_model

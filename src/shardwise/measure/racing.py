@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.cluster.measured_sums import Algorithm, Winner
-from shardwise.comm import Communicator, Sums
+from shardwise.comm import Communicator, SumRules
 from shardwise.comm.schedules import ALGORITHMS, Message, Round
 
 LANE = "sums"
@@ -31,7 +31,7 @@ def lane_of(
 ) -> Communicator:
     """A lane for schedules, with the process groups of these segments."""
     lane = comm.in_lane(LANE)
-    lane.sums = Sums(switches)
+    lane.sums = SumRules(switches)
     lane.prepare(ranks for segments in races for ranks in segments)
     return lane
 

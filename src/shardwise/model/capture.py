@@ -81,34 +81,19 @@ class Captured:
             left_behind(model, self.reads) as self.left,
         ):
             program = _export(model, inputs, free)
-        signature = program.graph_signature
-        self._names: dict[str, tuple[str, str]] = {}
-        first = _first_names(model)  # torch.export calls tied ones by their last
-        for kind, mapping in (
-            ("param", signature.inputs_to_parameters),
-            ("buffer", signature.inputs_to_buffers),
-            ("constant", signature.inputs_to_lifted_tensor_constants),
-        ):
-            self._names |= {node: (kind, first.get(n, n)) for node, n in mapping.items()}
-        self.constants = {
-            name: program.constants[name]
-            for kind, name in self._names.values()
-            if kind == "constant"
-        }
+        self._names = _stored_names(program, model)
+        constants = [name for kind, name in self._names.values() if kind == "constant"]
+        self.constants = {name: program.constants[name] for name in constants}
         _check_constants(self.constants)
         kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
         graph = joined(program.graph_module)
-        user_inputs = signature.user_inputs  # made anew whenever it is asked for
+        user_inputs = program.graph_signature.user_inputs  # made anew whenever it is asked for
         self._nodes = list(functional(graph, kept, user_inputs).nodes)
         self.output_spec = program.call_spec.out_spec
         self._user_inputs = [n for n in self._nodes if n.name in user_inputs]
-        self._symbols = {
-            symbol
-            for node in self._user_inputs
-            for size in node.meta["val"].shape
-            if isinstance(size, torch.SymInt)
-            for symbol in size.node.expr.free_symbols
-        }
+        sizes = [size for node in self._user_inputs for size in node.meta["val"].shape]
+        free_sizes = [size for size in sizes if isinstance(size, torch.SymInt)]
+        self._symbols = {symbol for size in free_sizes for symbol in size.node.expr.free_symbols}
         self._graphs: dict[int, LayerGraph] = {}  # the last used is last
         self._lock = threading.Lock()
 
@@ -183,6 +168,24 @@ def _twin(
         return model, inputs
 
 
+def _stored_names(
+    program: torch.export.ExportedProgram, model: nn.Module
+) -> dict[str, tuple[str, str]]:
+    """The kind and the name of every stored tensor, by the node that stands for it."""
+    signature = program.graph_signature
+    first = _first_names(model)  # torch.export calls tied ones by their last
+    kinds = {
+        "param": signature.inputs_to_parameters,
+        "buffer": signature.inputs_to_buffers,
+        "constant": signature.inputs_to_lifted_tensor_constants,
+    }
+    return {
+        node: (kind, first.get(name, name))
+        for kind, mapping in kinds.items()
+        for node, name in mapping.items()
+    }
+
+
 def _first_names(model: nn.Module) -> dict[str, str]:
     """The first name of every parameter and buffer: that of tied ones in named_parameters()."""
     first: dict[int, str] = {}
@@ -252,20 +255,24 @@ def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: boo
             return torch.export.export(model, inputs, strict=False)
     except Exception as error:
         shapes = ", ".join("x".join(map(str, x.shape)) for x in inputs)
-        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
-        unknown = UNKNOWN_OUTPUT.search(reason)
-        if unknown:
-            reason = (
-                f"it returns a {unknown[1]}, of which torch.export does not know the parts; call "
-                "torch.export.register_dataclass of that class before, or return a tuple or dict"
-            )
-        if "data-dependent expression" in reason:
-            reason = (
-                "it depends on the values of tensors (an if, a loop, int() or the like), which are "
-                "only known when it runs"
-            )
-        line = line_of_error(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured for input {shapes}: {reason.strip()}"
-            f"{f' ({line})' if line else ''}"
+            f"{type(model).__name__} cannot be captured for input {shapes}: {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why torch.export has failed, in a sentence, and in which line of the model."""
+    reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    unknown = UNKNOWN_OUTPUT.search(reason)
+    if unknown:
+        reason = (
+            f"it returns a {unknown[1]}, of which torch.export does not know the parts; call "
+            "torch.export.register_dataclass of that class before, or return a tuple or dict"
+        )
+    if "data-dependent expression" in reason:
+        reason = (
+            "it depends on the values of tensors (an if, a loop, int() or the like), which are "
+            "only known when it runs"
+        )
+    line = line_of_error(error)
+    return f"{reason.strip()}{f' ({line})' if line else ''}"

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 
 
-class Lost:
+class LeftBehind:
     """Stands where forward leaves a tensor on one device; whoever uses it is told so."""
 
     def __init__(self, name: str, where: str) -> None:
@@ -29,9 +29,9 @@ class Lost:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         held = pytree.tree_leaves([args, kwargs])
-        raise ShardwiseError(next(value for value in held if isinstance(value, Lost))._why)
+        raise ShardwiseError(next(value for value in held if isinstance(value, LeftBehind))._why)
 
-    def __deepcopy__(self, memo: Any) -> Lost:
+    def __deepcopy__(self, memo: Any) -> LeftBehind:
         return self
 
     def __repr__(self) -> str:
@@ -43,4 +43,4 @@ USES = """
     len iter getitem setitem contains bool float int call setattr
 """
 for _name in USES.split():
-    setattr(Lost, f"__{_name}__", Lost._refuse)
+    setattr(LeftBehind, f"__{_name}__", LeftBehind._refuse)

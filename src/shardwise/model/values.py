@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.model.lost import Lost
+from shardwise.model.lost import LeftBehind
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 SEQUENCES, SETS = (list, tuple), (set, frozenset)
@@ -47,7 +47,7 @@ def is_object(value: Any) -> bool:
 
 def is_data(value: Any) -> bool:
     """Whether a value is what it holds, so that a copy is as good."""
-    known = (*PLAIN, *SEQUENCES, *SETS, dict, np.ndarray, Lost)
+    known = (*PLAIN, *SEQUENCES, *SETS, dict, np.ndarray, LeftBehind)
     return isinstance(value, known) or is_object(value)
 
 
@@ -90,7 +90,7 @@ def inside(value: Any) -> Iterator[Any]:
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of data; copy.deepcopy fails on dictionaries whose items are attributes, too."""
     kind: Any = type(value)
-    if isinstance(value, (*PLAIN, Lost)):
+    if isinstance(value, (*PLAIN, LeftBehind)):
         return value
     if isinstance(value, (*SETS, np.ndarray)):
         return copy.copy(value)
@@ -146,7 +146,7 @@ def token(value: Any, within: tuple[int, ...] = ()) -> Any:
     kind = type(value)
     if isinstance(value, PLAIN):
         return kind.__name__, repr(value)
-    if isinstance(value, Lost):
+    if isinstance(value, LeftBehind):
         return "lost", repr(value)
     if isinstance(value, nn.Parameter):  # of which its values are no news
         return "parameter", _Which(id(value))
@@ -176,7 +176,7 @@ def token_as_read(value: Any, reads: Reads) -> Any:
     return as_read(token(value), reads)
 
 
-class Snapshot:
+class HeldValues:
     """What an object held in attributes that forward reads; it equals an object that holds it."""
 
     def __init__(self, value: Any, reads: Reads, within: tuple[int, ...]) -> None:
@@ -203,5 +203,5 @@ def twin(value: Any, reads: Reads, within: tuple[int, ...] = ()) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if kind in reads and is_object(value):
-        return Snapshot(value, reads, within)
+        return HeldValues(value, reads, within)
     return value

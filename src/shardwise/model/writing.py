@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_pro
 
 from shardwise.errors import CaptureError
 from shardwise.model.attributes import INTERNAL
-from shardwise.model.lost import Lost
+from shardwise.model.lost import LeftBehind
 from shardwise.model.values import MISSING, Reads, copied, inside, is_data, is_object, token
 
 NOTHING = object()
@@ -67,10 +67,10 @@ def _judge(path: str, name: str, was: Any, value: Any, read: bool) -> Any:
         return NOTHING  # a table of what was found before
     if (isinstance(value, torch.Tensor) and read) or (value is was and is_object(value)):
         raise CaptureError(changes(path, name))
-    return _without_tensors(value, Lost(name, _module(path)))
+    return _without_tensors(value, LeftBehind(name, _module(path)))
 
 
-def _without_tensors(value: Any, lost: Lost) -> Any:
+def _without_tensors(value: Any, lost: LeftBehind) -> Any:
     if isinstance(value, tuple):
         return tuple(_without_tensors(own, lost) for own in value)
     if isinstance(value, list):

@@ -23,7 +23,7 @@ SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedLayer:
     """What one layer is predicted to cost under its config, in seconds and bytes."""
 
     layer: str
@@ -44,7 +44,7 @@ class Row:
 class Prediction:
     """The predicted costs of a plan, layer by layer (P4, equation 1)."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedLayer, ...]
     memory: int  # the most that any rank holds at once
     held: tuple[int, ...] = ()  # the same for each rank
 
@@ -94,7 +94,7 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
         stored += memory[key][0]
         working = np.maximum(working, memory[key][1] + buffers)
         rows.append(
-            Row(
+            PlannedLayer(
                 layer.name,
                 str(layer.attrs.get("called", layer.op)),
                 config,
@@ -135,13 +135,13 @@ def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> n
     return (held.numels + needed.numels) * float(costs.training.itemsize)
 
 
-def _output_row(plan: Plan, costs: Costs, name: str) -> Row:
+def _output_row(plan: Plan, costs: Costs, name: str) -> PlannedLayer:
     """Carrying an output to all ranks, for the user's loss."""
     layer = costs.graph[name]
     own, place = costs.at(layer, plan.config(layer, costs.graph))
     table = costs.output_table(layer, own.outputs.one(place))
     seconds, moved = float(table.seconds[0, 0]), float(table.nbytes[0, 0])
-    return Row(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
+    return PlannedLayer(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
 
 
 def wanted(plan: Plan, costs: Costs) -> bool:

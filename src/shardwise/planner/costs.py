@@ -7,104 +7,27 @@ strategies declare, carried over the cluster's links. Layers that are alike shar
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Literal, Protocol
 
 import numpy as np
 
-from shardwise.cluster.cluster import Cluster, Device
+from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.config_stacks import Stacks
+from shardwise.planner.layer_costs import LayerCosts, Roofline, Timer, Training
 from shardwise.planner.layout_columns import Columns, Layouts
-from shardwise.planner.links import Network, Sums, segments_of
+from shardwise.planner.links import Network
+from shardwise.planner.rings import segments_of
+from shardwise.planner.sum_costs import SumCosts
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
 
 STATISTICS = 8  # bytes of a number in the sums of a norm
 ROUNDING = 1 + 1e-9
-
-
-class Timer(Protocol):
-    """Says how long a layer's forward and backward computation take on each rank."""
-
-    def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Computation at the device's speed, or as fast as its memory delivers operands."""
-
-    device: Device
-    itemsize: int = 4
-
-    def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        strategy = strategy_of(split.layer)
-        if strategy.free or split.layer.is_input:
-            return np.zeros(split.world), np.zeros(split.world)
-        computing = strategy.flops(split) / self.device.flops
-        moving = strategy.bytes(split, self.itemsize) / self.device.memory_bandwidth
-        busy = strategy.output(split).numels > 0
-        launch = self.device.launch * busy
-        once = np.maximum(computing, moving) * busy
-        extra = gathered_flops(split) / self.device.flops
-        return once + launch, 2.0 * (once + launch) + extra
-
-
-def gathered_flops(split: Split) -> np.ndarray:
-    """What computing a whole weight gradient on every rank adds to its share (P3)."""
-    strategy = strategy_of(split.layer)
-    if not strategy.gathers(split):
-        return np.zeros(split.world)
-    return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained, as far as it costs time and memory."""
-
-    itemsize: int = 4
-    states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
-    output: str = "full"  # every rank gets the whole output, or "local": its part
-    whole_classes: bool = True  # of a part, which a loss needs
-    gradients: bool = True  # False: inference only
-    # Of norms; "local": each rank its own, as in other systems that are simulated.
-    statistics: Literal["global", "local"] = "global"
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCosts:
-    """The costs of one layer under each of its configs, in seconds and bytes."""
-
-    configs: tuple[Config, ...]
-    forward: np.ndarray  # [configs], as the others
-    backward: np.ndarray
-    transfer: np.ndarray  # inside the layer: partial sums and statistics
-    update: np.ndarray
-    moved: np.ndarray  # bytes of transfer and update
-    stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
-    saved: np.ndarray  # bytes kept for the backward pass
-    outputs: Layouts
-    needs: tuple[Layouts | None, ...]  # per operand; None for weights
-
-    @cached_property
-    def places(self) -> dict[Config, int]:
-        return {config: place for place, config in enumerate(self.configs)}
-
-    @cached_property
-    def compute(self) -> np.ndarray:
-        return self.forward + self.backward
-
-    @cached_property
-    def total(self) -> np.ndarray:
-        return self.compute + self.transfer + self.update
-
-    @cached_property
-    def memory(self) -> np.ndarray:
-        return self.stored + self.saved
 
 
 class _Judge:
@@ -189,12 +112,12 @@ class _Judge:
             moved[sums.places] += sums.bytes()
         return seconds, moved
 
-    def _blocks(self, summed: list[bool]) -> list[Sums]:
+    def _blocks(self, summed: list[bool]) -> list[SumCosts]:
         """The blocks of weights; those of smaller parameters of the same ranks go with the first.
 
         A bias is packed with its weight, except where only some of the ranks carry it.
         """
-        found: list[Sums] = []
+        found: list[SumCosts] = []
         for operand, layouts in zip(self.layer.operands, self.needs, strict=True):
             if operand.kind != "param":
                 continue
@@ -207,17 +130,17 @@ class _Judge:
             found.append(sums)
         return found
 
-    def _sums(self, layouts: Iterable[Layout | None], itemsize: int) -> Sums:
+    def _sums(self, layouts: Iterable[Layout | None], itemsize: int) -> SumCosts:
         """For each config that has such a layout: which ranks hold the same, and its bytes."""
         parent, pairs = self.parent, list(zip(self.places, layouts, strict=True))
         places = [places for places, layout in pairs if layout is not None]
         present = [layout for _, layout in pairs if layout is not None]
         if not present:
-            return Sums.none(parent.network)
+            return SumCosts.none(parent.network)
         rows = parent.rows(present)
         nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
         users = parent.columns.users(rows[:, 0])
-        return Sums(parent.network, np.concatenate(places), parent.models(rows), nbytes, users)
+        return SumCosts(parent.network, np.concatenate(places), parent.models(rows), nbytes, users)
 
 
 class Costs:

@@ -16,7 +16,7 @@ from shardwise.files import alone_with, write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
-from shardwise.planner.costs import Roofline, Timer
+from shardwise.planner.layer_costs import Roofline, Timer
 
 FORMAT = "shardwise-times-1"
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.measured_sums import Measured, measured, seconds_of
+from shardwise.planner.rings import Ring
 
 ALGORITHMS = 4  # the most that are compared for one sum
 
@@ -208,7 +209,7 @@ class Network:
         return np.array([model.row for model in self._models]).reshape(-1, 2 * ALGORITHMS + 3)
 
     def _model(self, segments: np.ndarray) -> _Model:
-        ring = _Ring.of(segments)
+        ring = Ring.of(segments)
         if ring is None:
             return _Model((), (0.0, 0.0), 0.0)
         share = 1.0 if self._highest(ring).link.staged else 1.0 - 1.0 / ring.sizes
@@ -216,7 +217,7 @@ class Network:
         tables = self._measured(ring)
         return _Model(tuple(self._algorithms(ring)), self._scatter(ring), copies, tables)
 
-    def _measured(self, ring: _Ring) -> tuple[Measured, ...]:
+    def _measured(self, ring: Ring) -> tuple[Measured, ...]:
         """The winners' times for every kind of segment; none unless all kinds were measured."""
         if not (winners := self.cluster.sums):
             return ()
@@ -228,7 +229,7 @@ class Network:
         tables = [measured(winners, size, int(span)) for size, span in sorted(kinds)]
         return tuple(tables) if all(tables) else ()
 
-    def _scatter(self, ring: _Ring) -> tuple[float, float]:
+    def _scatter(self, ring: Ring) -> tuple[float, float]:
         if (level := self._highest(ring)).link.staged:
             amounts = level.per_unit(np.bincount(ring.ranks, minlength=self.world).astype(float))
             return level.link.latency, float(level.seconds(amounts, amounts))
@@ -244,7 +245,7 @@ class Network:
                 latency = level.link.latency
         return latency * (ring.size - 1), seconds
 
-    def _algorithms(self, ring: _Ring) -> list[tuple[float, float]]:
+    def _algorithms(self, ring: Ring) -> list[tuple[float, float]]:
         link = (level := self._highest(ring)).link
         if link.sum_bandwidth is not None:
             share = 2.0 * (ring.size - 1) / ring.size
@@ -265,12 +266,12 @@ class Network:
         added = self._added(ring)
         return [(fixed, byte + added) for fixed, byte in models or [known["ring"]]]
 
-    def _added(self, ring: _Ring) -> float:
+    def _added(self, ring: Ring) -> float:
         """The time per byte of a block in which a rank adds the others' parts (P5's gamma)."""
         rate = self.cluster.device.adding
         return 0.0 if rate is None else (1.0 - 1.0 / ring.size) / rate
 
-    def _highest(self, ring: _Ring) -> Level:
+    def _highest(self, ring: Ring) -> Level:
         """The outermost level that any segment crosses."""
         for level in reversed(self.levels):
             if (level.units[ring.ranks] != level.units[ring.next]).any():
@@ -290,11 +291,11 @@ class Network:
                 latency = level.link.latency
         return np.array([latency, seconds])
 
-    def _ring(self, ring: _Ring) -> tuple[float, float]:
+    def _ring(self, ring: Ring) -> tuple[float, float]:
         _, seconds = self._step(ring.ranks, ring.next, 1.0 / ring.sizes)
         return self._rounds(ring), 2 * (ring.size - 1) * seconds
 
-    def _rounds(self, ring: _Ring) -> float:
+    def _rounds(self, ring: Ring) -> float:
         """The latency of nearly once around the slowest ring, and of the same way back.
 
         What a rank sends waits for what its neighbour sent before, so latencies add up along the
@@ -309,7 +310,7 @@ class Network:
         ways = np.add.reduceat(hops, starts) - np.minimum.reduceat(hops, starts)
         return 2.0 * float(ways.max())
 
-    def _halving(self, ring: _Ring, near_first: bool) -> tuple[float, float] | None:
+    def _halving(self, ring: Ring, near_first: bool) -> tuple[float, float] | None:
         if (ring.sizes != ring.size).any() or ring.size & (ring.size - 1):
             return None
         distances = [1 << k for k in range(ring.size.bit_length() - 1)]
@@ -320,12 +321,12 @@ class Network:
             amount = amount / 2.0
         return float(total[0]), float(total[1])
 
-    def _two_levels(self, ring: _Ring) -> tuple[float, float] | None:
+    def _two_levels(self, ring: Ring) -> tuple[float, float] | None:
         """Reduce-scatter inside the units of the top level, sums across, all-gather inside."""
         units = self._highest(ring).units[ring.ranks]
         inside, across = np.full((2, self.world), -1)
         inside[ring.ranks] = ring.segments * self.world + units
-        inner = _Ring.of(inside)
+        inner = Ring.of(inside)
         if (
             inner is None
             or len(inner.ranks) != len(ring.ranks)
@@ -335,107 +336,8 @@ class Network:
         segments = np.zeros(self.world, dtype=np.int64)
         segments[ring.ranks] = ring.segments
         across[inner.ranks] = segments[inner.ranks] * self.world + inner.index
-        outer = _Ring.of(across)
+        outer = Ring.of(across)
         if outer is None:
             return None
         latencies, seconds = zip(self._ring(inner), self._ring(outer), strict=True)
         return sum(latencies), seconds[0] + seconds[1] / inner.size
-
-
-@dataclass(frozen=True, eq=False)
-class _Ring:
-    """The ranks of all segments of several ranks, segment by segment, in rank order."""
-
-    ranks: np.ndarray
-    segments: np.ndarray
-    sizes: np.ndarray  # of the segment of each rank
-    index: np.ndarray  # inside the segment
-
-    @classmethod
-    def of(cls, segments: np.ndarray) -> _Ring | None:
-        used = np.flatnonzero(segments >= 0)
-        if len(used) < 2:
-            return None
-        order = used[np.argsort(segments[used], kind="stable")]
-        ids = segments[order]
-        first = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-        counts = np.diff(np.append(first, len(ids)))
-        sizes = np.repeat(counts, counts)
-        keep = sizes > 1
-        if not keep.any():
-            return None
-        index = (np.arange(len(ids)) - np.repeat(first, counts))[keep]
-        return cls(order[keep], ids[keep], sizes[keep], index)
-
-    @cached_property
-    def size(self) -> int:
-        return int(self.sizes.max())
-
-    @cached_property
-    def positions(self) -> np.ndarray:
-        return np.arange(len(self.ranks))
-
-    @cached_property
-    def next(self) -> np.ndarray:
-        """The rank that follows each in its segment, the first after the last."""
-        last = self.index == self.sizes - 1
-        return self.ranks[np.where(last, self.positions - self.sizes + 1, self.positions + 1)]
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums or exchanges inside segments, for many configs at once."""
-
-    network: Network
-    places: np.ndarray  # of the configs among those of a layer
-    models: np.ndarray  # of each config's segments, see Network.model
-    nbytes: np.ndarray  # of a block
-    users: np.ndarray  # the same number where the same ranks have blocks
-
-    @classmethod
-    def none(cls, network: Network) -> Sums:
-        empty = np.zeros(0, dtype=np.int64)
-        return cls(network, empty, empty, np.zeros(0), empty)
-
-    def where(self, mask: np.ndarray) -> Sums:
-        arrays = (self.places, self.models, self.nbytes, self.users)
-        return Sums(self.network, *(array[mask] for array in arrays))
-
-    def seconds(self) -> np.ndarray:
-        """See Network.sum_seconds."""
-        models = self.network.rows[self.models]
-        fixed, per_byte = models[:, :ALGORITHMS], models[:, ALGORITHMS : 2 * ALGORITHMS]
-        seconds = (fixed + per_byte * self.nbytes[:, None]).min(axis=1)
-        for number in np.unique(self.models) if self.network.cluster.sums else ():
-            if (model := self.network._models[number]).measured:
-                mask = self.models == number
-                seconds[mask] = model.seconds(self.nbytes[mask])
-        return seconds
-
-    def bytes(self) -> np.ndarray:
-        """See Network.sum_bytes."""
-        return self.network.rows[self.models, -1] * self.nbytes
-
-    def scatter_seconds(self) -> np.ndarray:
-        """See Network.scatter_seconds."""
-        models = self.network.rows[self.models]
-        return models[:, -3] + models[:, -2] * self.nbytes
-
-
-MIX = np.random.default_rng(7).integers(1, 1 << 62, size=32)
-
-
-def segments_of(bounds: np.ndarray) -> np.ndarray:
-    """The first rank that has the same box, for each rank; -1 for an empty box.
-
-    For many layouts at once: [layouts, world, ndim, 2] to [layouts, world].
-    """
-    rows = bounds.reshape(*bounds.shape[:2], -1)
-    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=-1)
-    mixed = (rows * MIX[: rows.shape[-1]]).sum(axis=-1)  # wraps around; equal for equal rows
-    if bounds.shape[1] <= 64:
-        first = (mixed[:, :, None] == mixed[:, None, :]).argmax(axis=2)
-    else:
-        found = (np.unique(row, return_index=True, return_inverse=True) for row in mixed)
-        first = np.stack([index[inverse] for _, index, inverse in found])
-    return np.where(empty, -1, first)

@@ -16,8 +16,9 @@ from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
-from shardwise.planner.best_plan import Planner, Prediction, baselines, predict, size
-from shardwise.planner.costs import Costs, Timer, Training, value_operands
+from shardwise.planner.best_plan import PlannedLayer, Planner, Prediction, baselines, predict, size
+from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.planner.simulate import simulate
 from shardwise.plans.gradient_schedule import Engine
@@ -213,29 +214,8 @@ def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
         "update_seconds": prediction.update,
         "bytes": prediction.moved,
         "memory": prediction.memory,
-        "layers": [
-            {
-                "layer": row.layer,
-                "op": row.op,
-                "split": str(row.config),
-                "workers": row.config.num_workers,
-                "compute": row.compute,
-                "transfer": row.transfer,
-                "update": row.update,
-                "bytes": row.moved,
-                "memory": row.memory,
-            }
-            for row in prediction.rows
-        ],
-        "rivals": {
-            name: {
-                "cost_seconds": rival.prediction.seconds,
-                "step_seconds": rival.step,
-                "bytes": rival.prediction.moved,
-                "memory": rival.prediction.memory,
-            }
-            for name, rival in findings.rivals.items()
-        },
+        "layers": [_layer_data(row) for row in prediction.rows],
+        "rivals": {name: _rival_data(rival) for name, rival in findings.rivals.items()},
         "alternatives": {
             name: [
                 {
@@ -249,4 +229,27 @@ def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
             ]
             for name in explain
         },
+    }
+
+
+def _layer_data(row: PlannedLayer) -> dict[str, Any]:
+    return {
+        "layer": row.layer,
+        "op": row.op,
+        "split": str(row.config),
+        "workers": row.config.num_workers,
+        "compute": row.compute,
+        "transfer": row.transfer,
+        "update": row.update,
+        "bytes": row.moved,
+        "memory": row.memory,
+    }
+
+
+def _rival_data(rival: Rival) -> dict[str, Any]:
+    return {
+        "cost_seconds": rival.prediction.seconds,
+        "step_seconds": rival.step,
+        "bytes": rival.prediction.moved,
+        "memory": rival.prediction.memory,
     }

@@ -17,8 +17,11 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Split
-from shardwise.planner.costs import STATISTICS, Roofline, Timer, Training
-from shardwise.planner.links import Level, Network, segments_of
+from shardwise.planner.costs import STATISTICS
+from shardwise.planner.lanes import Lanes
+from shardwise.planner.layer_costs import Roofline, Timer, Training
+from shardwise.planner.links import Network
+from shardwise.planner.rings import segments_of
 from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
@@ -68,7 +71,7 @@ class _Simulator:
         self.world, self.trainable = plan.world, trainable
         self.trace = Trace(plan.world)
         self.clock = np.zeros(plan.world)  # when each rank is free to compute
-        self.lanes = _Lanes(network)
+        self.lanes = Lanes(network)
         self.ready: dict[str, np.ndarray] = {}  # when each value is there
         self.arriving: dict[str, _Arriving] = {}  # values still on their way
         self.coming: dict[str, list[_Arriving]] = {}  # parts of gradients still on their way
@@ -269,73 +272,6 @@ class _Arriving:
     start: np.ndarray
     arrival: np.ndarray
     received: np.ndarray  # bytes
-
-
-class _Lanes:
-    """The ports of all levels, each of which serves one transfer after the other."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.free = [np.zeros((2, len(level.starts))) for level in network.levels]  # out, in
-
-    def carry(
-        self, matrix: np.ndarray, start: np.ndarray, own: np.ndarray | None = None
-    ) -> np.ndarray:
-        """When each rank has all messages of a transfer, bytes from rank r to rank q.
-
-        On a staged link, what a rank keeps (`own`) crosses it too.
-        """
-        if not matrix.any():
-            return start.copy()
-        staged = self.network.levels[0].link.staged
-        if staged and own is not None:
-            matrix = matrix + np.diag(own)
-        senders, receivers = np.nonzero(matrix)
-        sizes = matrix[senders, receivers]
-        done = start[senders].copy()
-        latency = 0.0
-        for level, free in zip(self.network.levels, self.free, strict=True):
-            crossing = level.units[senders] != level.units[receivers]
-            if level.link.staged:
-                crossing |= senders == receivers
-            if crossing.any():
-                latency = level.link.latency
-                ends = [
-                    _serve(
-                        level,
-                        free[way],
-                        level.units[side[crossing]],
-                        sizes[crossing],
-                        start[senders[crossing]],
-                    )
-                    for way, side in enumerate((senders, receivers))
-                ]
-                done[crossing] = np.maximum(done[crossing], np.maximum(*ends))
-        messages = max(np.bincount(senders).max(), np.bincount(receivers).max())
-        arrival = start.copy()
-        np.maximum.at(arrival, receivers, done + latency * float(messages))
-        return arrival
-
-
-def _serve(
-    level: Level, free: np.ndarray, units: np.ndarray, sizes: np.ndarray, start: np.ndarray
-) -> np.ndarray:
-    """When the port of each message's unit has served it and all others of this transfer."""
-    count = len(level.starts)
-    amounts = np.bincount(units, sizes, minlength=count)
-    begin = np.full(count, -np.inf)
-    np.maximum.at(begin, units, start)
-    if level.link.shared:
-        group = level.groups[level.starts]
-        total, first = np.zeros(group.max() + 1), np.full(group.max() + 1, -np.inf)
-        np.add.at(total, group, amounts)
-        np.maximum.at(first, group, np.maximum(begin, free))
-        ends = first[group] + total[group] / level.link.rate
-    else:
-        ends = np.maximum(begin, free) + amounts / level.link.rate
-    used = amounts > 0
-    free[used] = ends[used]
-    return ends[units]
 
 
 @dataclass(eq=False)

@@ -14,9 +14,9 @@ from shardwise.plans.program import (
     Cut,
     Move,
     Op,
+    OperandSource,
     Program,
     Run,
-    Source,
     Step,
     layer_layout,
     param_layouts,
@@ -132,13 +132,13 @@ class _Compiler:
         without = tuple(i for i, operand in enumerate(layer.operands) if 0 in operand.shape)
         return Op(strategy, local, operands, result, active, total, gathers, without)
 
-    def _trains(self, operands: tuple[Source, ...]) -> bool:
+    def _trains(self, operands: tuple[OperandSource, ...]) -> bool:
         return any(s.kind == "param" and s.name in self.trainable for s in operands)
 
-    def _source(self, kind: str, name: str, need: Need) -> Source:
+    def _source(self, kind: str, name: str, need: Need) -> OperandSource:
         if kind != "value":
-            return Source(kind, name, need.layout[self.rank])
-        return Source("value", self._gathered(name, need), need.layout[self.rank])
+            return OperandSource(kind, name, need.layout[self.rank])
+        return OperandSource("value", self._gathered(name, need), need.layout[self.rank])
 
     def _gathered(self, name: str, need: Need) -> str:
         """The value of this tensor in the needed layout; the tensor's own if that is the same."""

@@ -24,7 +24,7 @@ from shardwise.plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class Source:
+class OperandSource:
     """Where an operand comes from: a value, or a stored tensor of which `box` is needed."""
 
     kind: str  # value, param, buffer, constant
@@ -38,7 +38,7 @@ class Op:
 
     strategy: Strategy
     local: Local
-    operands: tuple[Source, ...]
+    operands: tuple[OperandSource, ...]
     result: str
     active: bool  # whether this rank has anything to do
     sums: Transfer | None = None  # of the statistics inside the layer

@@ -25,7 +25,7 @@ Item = tuple[int, int]  # a block at its row, or what passes from a block throug
 
 
 @dataclass(frozen=True)
-class Block:
+class DrawnLayers:
     """Layers drawn as one: a layer and those after it that keep its shape and its split."""
 
     layers: tuple[str, ...]
@@ -46,7 +46,7 @@ class Edge:
 class Drawing:
     width: float
     height: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[DrawnLayers, ...]
     edges: tuple[Edge, ...]
 
 
@@ -66,7 +66,8 @@ def draw(graph: LayerGraph, plan: Plan) -> Drawing:
     xs = {item: x - left + GAP for item, x in xs.items()}
     right = max(xs[item] + _width(item, row) / 2 for item in xs)
     blocks = tuple(
-        Block(tuple(names), xs[i, row[i]], GAP + PITCH * row[i]) for i, names in enumerate(groups)
+        DrawnLayers(tuple(names), xs[i, row[i]], GAP + PITCH * row[i])
+        for i, names in enumerate(groups)
     )
     edges = tuple(
         Edge(source, target, _points(source, target, row, xs))

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.planner.best_plan import Row
+from shardwise.planner.best_plan import PlannedLayer
 from shardwise.planner.costs import usual, value_operands
 from shardwise.planner.planned import SIMULATED, Alternative, Findings
 from shardwise.plans.plan import Plan
@@ -107,7 +107,9 @@ def plan_data(plan: Plan, findings: Findings) -> dict[str, Any]:
     }
 
 
-def _layer(layer: Layer, plan: Plan, findings: Findings, row: Row | None) -> dict[str, Any]:
+def _layer(
+    layer: Layer, plan: Plan, findings: Findings, row: PlannedLayer | None
+) -> dict[str, Any]:
     config = plan.config(layer, findings.costs.graph)
     data: dict[str, Any] = {
         "name": layer.name,

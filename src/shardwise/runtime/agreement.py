@@ -23,7 +23,7 @@ ABOUT = About("what all ranks must agree on", "agreement")
 
 
 @dataclass(frozen=True)
-class Call:
+class Intent:
     """What a rank is about to do, as numbers."""
 
     samples: int = 0
@@ -49,7 +49,7 @@ class Call:
         looks: Any,
         trained: Sequence[str],
         lowered: bool,
-    ) -> Call:
+    ) -> Intent:
         return cls(
             samples=samples,
             training=modes[0],
@@ -70,7 +70,7 @@ class Call:
             f"{'' if self.gradients else ' without gradients'}"
         )
 
-    def difference(self, first: Call) -> str:
+    def difference(self, first: Intent) -> str:
         """What sets this rank's call apart from that of rank 0; nothing where they are alike."""
         if str(self) != str(first):
             return f"runs {self}, and rank 0 {first}; all ranks must do the same"
@@ -111,10 +111,10 @@ def agree_to_start(refusal: Exception | None, facts: Mapping[str, str], comm: Co
                 raise Disagreement(f"rank {rank} was started with another {name} than rank 0")
 
 
-def agree(call: Call, refusal: Exception | None, comm: Communicator) -> None:
+def agree(call: Intent, refusal: Exception | None, comm: Communicator) -> None:
     """Raises on all ranks where one cannot run its call, or is about to run another than rank 0."""
     if comm.size > 1:
-        calls = [Call(*row) for row in gather_numbers(astuple(call), comm)]
+        calls = [Intent(*row) for row in gather_numbers(astuple(call), comm)]
         refusing = [rank for rank, other in enumerate(calls) if other.refused]
         if refusing:
             reasons = comm.gather_objects(str(refusal or ""))

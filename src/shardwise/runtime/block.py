@@ -24,6 +24,7 @@ from shardwise.comm import About, Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.layout import Layout
 from shardwise.runtime.agreement import together
+from shardwise.runtime.block_rules import DRAWING, KEEPING, OTHER_TENSORS, is_right
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class Block(torch.Tensor):
             if whole is not None:
                 return whole(func, args, kwargs)
             attribute = func.__self__.__name__ if name == "__get__" else ""
-            if attribute in OTHER_TENSORS or not (attribute or _is_right(name)):
+            if attribute in OTHER_TENSORS or not (attribute or is_right(name)):
                 raise _refusal(attribute or name, _places((*args, *kwargs.values())))
             result = func(*args, **kwargs)
         return _kept(name, result, args) if name in KEEPING or func in DATA else result
@@ -134,46 +135,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)  # type: ignore[return-value]
 
 
-# -- what is right on a block ----------------------------------------------------------------------
-
-# Everything else is refused: nobody can list all that would be wrong.
-BY_ELEMENT = """
-    abs absolute acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not
-    bitwise_or bool ceil clamp clamp_max clamp_min clip clone contiguous copysign cos cosh cpu cuda
-    detach div divide double empty_like eq erf exp exp2 expm1 float floor floor_divide fmod frac
-    full_like ge gelu greater gt half hardtanh hypot int isclose isfinite isinf isnan le leaky_relu
-    lerp less log log10 log1p log2 logical_and logical_not logical_or logical_xor long lt
-    masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal
-    ones_like positive pow reciprocal relu remainder requires_grad_ round rsqrt rsub sgn sigmoid
-    sign silu sin sinh softplus sqrt square sub subtract tan tanh threshold to true_divide trunc
-    type type_as where xlogy zeros_like
-    __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__
-    __mod__ __mul__ __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rmul__ __rpow__ __rsub__
-    __rtruediv__ __sub__ __truediv__ __xor__
-"""
-KEEPING = frozenset(BY_ELEMENT.split())
-
-IN_PLACE = """
-    __iadd__ __imul__ __ipow__ __isub__ __itruediv__ constant_ copy_ fill_ zero_ share_memory_
-"""
-OF_FORM = """
-    backward data_ptr dim element_size get_device has_names is_complex is_contiguous
-    is_floating_point is_inference is_pinned is_same_size is_shared is_signed ndimension new_empty
-    new_full new_ones new_tensor new_zeros register_hook register_post_accumulate_grad_hook
-    result_type retain_grad size storage_offset stride untyped_storage __delete__ __format__
-    __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view
-"""
-ALLOWED = frozenset((IN_PLACE + OF_FORM).split())
-FUSED = ("_foreach_", "_fused_")  # what optimizers do to many tensors at once
-OTHER_TENSORS = ("T", "mT", "H", "mH", "real", "imag")  # that are attributes
 DATA = {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-
-
-def _is_right(name: str) -> bool:
-    """Whether what a function makes of a block is the block of what it makes of the whole."""
-    if name in ALLOWED or name in KEEPING or name.removesuffix("_") in KEEPING:
-        return True
-    return name.startswith(FUSED) and name != "_foreach_max"
 
 
 def _kept(name: str, result: Any, args: tuple[Any, ...]) -> Any:
@@ -207,13 +169,6 @@ def _places(args: Any) -> list[Place]:
         elif isinstance(value, (list, tuple)):
             found += _places(value)
     return found
-
-
-# Ends of the names of what draws random numbers.
-DRAWING = (
-    *("normal_", "uniform_", "orthogonal_", "sparse_", "bernoulli_", "cauchy_", "exponential_"),
-    *("geometric_", "random_", "rand_like", "randn_like", "randint_like", "dropout"),
-)
 
 
 def _refusal(name: str, places: Sequence[Place]) -> ShardwiseError:
@@ -282,17 +237,13 @@ def norms(blocks: Sequence[Any], p: float, dtype: torch.dtype | None = None) -> 
     """The norm of each whole tensor; one message for all of them."""
     places = [block._place for block in blocks]
     if p in (inf, -inf):
-        found = _extremes([_like(b, b.abs()) for b in blocks], p > 0, "the norms")
+        found = _extremes([as_block(b.abs(), b._place) for b in blocks], p > 0, "the norms")
     else:
         own = [_power_sum(block, p) for block in blocks]
         found = _sums(own, places, "the norms")
         found = found if p == 0 else found ** (1.0 / p)
     kinds = [dtype or block.abs().dtype for block in blocks]
     return [norm.to(kind) for norm, kind in zip(found, kinds, strict=True)]
-
-
-def _like(block: Any, made: torch.Tensor) -> torch.Tensor:
-    return as_block(made, block._place)
 
 
 def _power_sum(block: torch.Tensor, p: float) -> torch.Tensor:

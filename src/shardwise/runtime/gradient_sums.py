@@ -40,7 +40,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PackedLayers:
     """Layers whose gradients are summed together."""
 
     label: str
@@ -52,7 +52,7 @@ class Chunk:
 class Chunks:
     """What one program sums, and when, on this rank."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PackedLayers, ...]
     held: frozenset[str]  # parameters that this rank holds a block of
 
     @classmethod
@@ -83,7 +83,7 @@ class Chunks:
         chunks = []
         for group, start in starts:
             names = [name for position in group for name in layers[position]]
-            chunks.append(Chunk(_label(names), start, _packs(names, program, params, rank)))
+            chunks.append(PackedLayers(_label(names), start, _packs(names, program, params, rank)))
         used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
         return cls(tuple(chunks), frozenset(n for n in used if program.params[n].numels[rank]))
 
@@ -253,7 +253,7 @@ class GradientSums:
         return [self.views[name] for name in names]
 
 
-class Choice:
+class EngineChoice:
     """Which of several engines to use: each is tried in turn, then the fastest of them stays."""
 
     def __init__(self, engines: list[Engine], comm: Communicator) -> None:

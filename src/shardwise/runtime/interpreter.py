@@ -15,7 +15,7 @@ from shardwise.plans.program import Move, Program, Run, Step
 from shardwise.runtime.bound import Blocks, Bound
 from shardwise.runtime.gradient_sums import GradientSums
 from shardwise.runtime.lowering import Types
-from shardwise.runtime.recording import Wrap
+from shardwise.runtime.wrapping import Wrap
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,7 +19,7 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Slices
 from shardwise.operators import Local
 from shardwise.operators.strategy import Function
-from shardwise.plans.program import Op, Run, Source
+from shardwise.plans.program import Op, OperandSource, Run
 from shardwise.runtime.block import Block, plain
 
 
@@ -53,7 +53,7 @@ class Weight:
     @classmethod
     def of(
         cls,
-        source: Source,
+        source: OperandSource,
         modules: Mapping[str, Any],
         constants: Mapping[str, torch.Tensor],
         layouts: Mapping[str, Layout],
@@ -132,7 +132,7 @@ def lower(
     run: Run,
     types: Types,
     share: Callable[[Op], Local],
-    stored: Callable[[Source], Weight],
+    stored: Callable[[OperandSource], Weight],
     failed: Callable[[str], object],
 ) -> BlockFunction:
     """The function that a block of this rank's program is."""

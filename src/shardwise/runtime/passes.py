@@ -19,14 +19,14 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
 from shardwise.plans.program import Program, layer_layout
-from shardwise.runtime.agreement import Call, agree, together
+from shardwise.runtime.agreement import Intent, agree, together
 from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
 from shardwise.runtime.interpreter import Runtime, Tensors
 from shardwise.runtime.lowering import Types
-from shardwise.runtime.recording import Wrap, recorded, settled, watched
 from shardwise.runtime.state import State
 from shardwise.runtime.way_back import Pass, go_back
+from shardwise.runtime.wrapping import Wrap, recorded, settled, watched
 from shardwise.tensors import memory_format_of
 
 Inputs = tuple[torch.Tensor, ...]
@@ -44,7 +44,7 @@ def run(
     with without_autocast(inputs) as lower:
         stored = state.params()
         params: Tensors = {name: p for name, p in stored.items() if p.requires_grad}
-        bound, call, precision = None, Call(refused=1), state.precision
+        bound, call, precision = None, Intent(refused=1), state.precision
         if refusal is None:
             try:
                 bound = _bound(state, inputs, batch, stored, frozenset(params))
@@ -168,11 +168,11 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
 
 def _call(
     state: State, inputs: Inputs, batch: int | None, params: Tensors, precision: torch.dtype | None
-) -> Call:
+) -> Intent:
     """What this rank is about to do; nobody needs to know it where there is one rank."""
     if state.comm.size == 1:
-        return Call()
-    return Call.of(
+        return Intent()
+    return Intent.of(
         inputs,
         _num_samples(inputs, batch),
         whole=batch is None,

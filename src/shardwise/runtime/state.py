@@ -27,9 +27,9 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.program import Program, check_held, param_layouts
 from shardwise.runtime.blank import Blanks
 from shardwise.runtime.bound import Bound
-from shardwise.runtime.gradient_sums import Buffers, Choice, Chunks, GradientSums, Late
+from shardwise.runtime.gradient_sums import Buffers, Chunks, EngineChoice, GradientSums, Late
 from shardwise.runtime.interpreter import Tensors
-from shardwise.runtime.recording import Watch
+from shardwise.runtime.wrapping import Watch
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
 PRECISIONS = {None: None, "bf16": torch.bfloat16}
@@ -69,7 +69,7 @@ class State:
 
     def _begin(self) -> None:
         """Nothing is under way, and no pass has been made."""
-        self.choice = Choice(self._engines, self.comm)
+        self.choice = EngineChoice(self._engines, self.comm)
         self.watch: Watch | None = None
         self.holds = False  # sums of gradients are left for later: no_sync()
         self.buffers = Buffers()

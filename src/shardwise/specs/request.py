@@ -12,7 +12,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
 from shardwise.planner.best_plan import Planner
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.planner.planned import examine
 from shardwise.planner.simulate import simulate

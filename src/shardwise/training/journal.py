@@ -11,7 +11,7 @@ import torch
 
 from shardwise.plans.trace import Trace
 
-from .progress import View
+from .progress import ProgressBars
 from .run_folder import RunFolder
 
 
@@ -36,7 +36,7 @@ class Epoch:
 class Journal:
     """The run's folder and its view, which hear of the same things."""
 
-    def __init__(self, folder: RunFolder, view: View) -> None:
+    def __init__(self, folder: RunFolder, view: ProgressBars) -> None:
         self.folder, self.view = folder, view
 
     def step(self, step: int, loss: float, lr: float, rate: float) -> None:

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 
-class View:
+class ProgressBars:
     """Bars for epochs and steps with the latest figures; silent on all ranks but one."""
 
     def __init__(self, first: bool, epochs: int, quiet: bool = False) -> None:
@@ -35,7 +35,7 @@ class View:
         self._steps: TaskID | None = None
         self._exposed = ""
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> ProgressBars:
         self._bars.start()
         return self
 

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.files import write_whole
-from shardwise.launch.workers import num_restarts
+from shardwise.launch.launchers import num_restarts
 from shardwise.plans.trace import Trace
 from shardwise.report.run_report import CONFIG, METRICS, PLAN, TRACE
 

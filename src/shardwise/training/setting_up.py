@@ -13,7 +13,8 @@ from shardwise.data import Augment, Source, flips
 from shardwise.data.opening import open_pair
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.planner.costs import Costs, Training
+from shardwise.planner.costs import Costs
+from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.planner.planned import examine
 from shardwise.plans.plan import Plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.launch.workers import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
+from shardwise.launch.workers import run_local
 from shardwise.plans.plan import Plan
 from shardwise.specs.model_spec import parse_split
 

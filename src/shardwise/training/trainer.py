@@ -28,7 +28,7 @@ from .bf16 import check_bf16
 from .journal import Epoch, Journal, memory_held
 from .losses import Losses
 from .out_of_memory import explained
-from .progress import Speed, View
+from .progress import ProgressBars, Speed
 from .recipe import make_optimizer, rate_at, set_rate
 from .run_folder import CHECKPOINTS, RunFolder, choose_folder, resumes
 from .setting_up import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
@@ -80,7 +80,7 @@ class Trainer:
         self.step, self.saved, self.stopped = 0, -1, False
         self.total, self.count = 0.0, 0  # the losses of this epoch's samples so far
         self.history: list[Epoch] = []
-        self.view = View(first, ceil(self._num_epochs()), quiet)
+        self.view = ProgressBars(first, ceil(self._num_epochs()), quiet)
         self.journal = Journal(self.folder, self.view)
         place = self.folder.path / CHECKPOINTS
         self.checkpoints = Checkpoints(place, settings.keep, comm=self.comm)

@@ -13,7 +13,8 @@ from torch import nn
 from shardwise.comm import Communicator
 from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerError, one_line
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.workers import choose_world, init_from_environment, run_local, under_launcher
+from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
+from shardwise.launch.workers import run_local
 from shardwise.model.capture import Captured
 from shardwise.plans.plan import Plan
 from shardwise.specs.model_spec import default_shape, load_model
@@ -29,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class ToVerify:
     """Which model to verify, on how many workers, with which plans.
 
     Without plan, split or random plans, the samples are split. What is not given follows from
@@ -67,7 +68,7 @@ class Request:
             raise ShardwiseError("device 'cuda' is not there; use cpu")
 
 
-def verify_model(request: Request) -> list[PlanResult]:
+def verify_model(request: ToVerify) -> list[PlanResult]:
     """Runs the model under every plan and on one device, and compares all tensors.
 
     The workers are processes of this machine, or those of a launcher: then rank 0 has the results
@@ -101,7 +102,7 @@ def verify_model(request: Request) -> list[PlanResult]:
 Graphs = dict[bool, LayerGraph]  # by whether the model trains
 
 
-def _graphs(request: Request, model: nn.Module) -> Graphs:
+def _graphs(request: ToVerify, model: nn.Module) -> Graphs:
     """The layer graphs that workers need."""
     inputs = _inputs(request)
     modes = (True,) if request.training else (True, False)
@@ -113,7 +114,7 @@ def _graphs(request: Request, model: nn.Module) -> Graphs:
         raise CaptureError(f"{request.spec!r} cannot be captured: {one_line(error)}") from error
 
 
-def _on_local_workers(request: Request, world: int, job: tuple[Any, ...]) -> Any:
+def _on_local_workers(request: ToVerify, world: int, job: tuple[Any, ...]) -> Any:
     try:
         return run_local(_compare_plans, world, *job)[0]
     except (ShardwiseError, WorkerError):
@@ -122,7 +123,7 @@ def _on_local_workers(request: Request, world: int, job: tuple[Any, ...]) -> Any
         raise ShardwiseError(f"{request.spec!r} cannot be verified: {one_line(error)}") from error
 
 
-def _world(request: Request, saved: Plan | None) -> int:
+def _world(request: ToVerify, saved: Plan | None) -> int:
     asked = saved.world if saved and request.workers is None else request.workers
     world = choose_world(asked, request.split)
     if saved and saved.world != world:
@@ -132,7 +133,7 @@ def _world(request: Request, saved: Plan | None) -> int:
     return world
 
 
-def _with_inputs(request: Request, saved: Plan | None, world: int) -> Request:
+def _with_inputs(request: ToVerify, saved: Plan | None, world: int) -> ToVerify:
     """The request with its input shapes: as asked for, of the plan file, or of the zoo.
 
     A sample per worker, but two at least: batch norm has no statistics of a single value.
@@ -146,7 +147,7 @@ def _with_inputs(request: Request, saved: Plan | None, world: int) -> Request:
     return replace(request, shapes=shapes, kinds=kinds or (FLOAT,) * len(shapes))
 
 
-def _plans(request: Request, saved: Plan | None, graph: LayerGraph, world: int) -> dict[str, Plan]:
+def _plans(request: ToVerify, saved: Plan | None, graph: LayerGraph, world: int) -> dict[str, Plan]:
     """All plans that are asked for, by a label."""
     plans: dict[str, Plan] = {}
     if saved:
@@ -164,7 +165,7 @@ def _plans(request: Request, saved: Plan | None, graph: LayerGraph, world: int) 
 
 
 def _compare_plans(
-    request: Request, graphs: Graphs, plans: Mapping[str, Plan]
+    request: ToVerify, graphs: Graphs, plans: Mapping[str, Plan]
 ) -> list[list[Comparison]]:
     """On every rank: builds the model (cheaper than sending it) and runs all plans."""
     comm, device = Communicator(), torch.device("cpu")
@@ -191,11 +192,11 @@ def _compare_plans(
     return found if comm.rank == 0 else []
 
 
-def _model(request: Request) -> nn.Module:
+def _model(request: ToVerify) -> nn.Module:
     """The model with the same random weights wherever it is built."""
     torch.manual_seed(0)
     return load_model(request.spec, **request.options).to(DTYPES[request.dtype])
 
 
-def _inputs(request: Request) -> tuple[torch.Tensor, ...]:
+def _inputs(request: ToVerify) -> tuple[torch.Tensor, ...]:
     return draw_inputs(request.shapes, request.kinds, DTYPES[request.dtype])
