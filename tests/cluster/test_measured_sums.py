@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
-from shardwise.comm import Sums
+from shardwise.comm import SumRules
 from shardwise.comm.schedules import ALGORITHMS
 from shardwise.errors import ShardwiseError
 
@@ -47,7 +47,7 @@ def test_groups_that_were_not_measured_have_no_winner() -> None:
 
 
 def test_a_segment_is_looked_up_by_its_ranks_and_switches() -> None:
-    sums = Sums((0, 0, 0, 0, 1, 1, 1, 1), TABLE)
+    sums = SumRules((0, 0, 0, 0, 1, 1, 1, 1), TABLE)
     assert sums.of((0, 2, 4, 6)) == ((0, 2), (4, 6))
     assert sums.algorithm((4, 5, 6, 7), 1 << 20) == "ring"
     assert sums.algorithm((0, 2, 4, 6), 1 << 20) is None

@@ -1,4 +1,4 @@
-"""Sums by schedules over real messages: exact, in order, traced, and a lost peer is named."""
+"""SumRules by schedules over real messages: exact, in order, traced, and a lost peer is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pool import shared_pool
 from shardwise import Plan, capture, parallelize
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner
-from shardwise.comm import About, Communicator, Sums
+from shardwise.comm import About, Communicator, SumRules
 from shardwise.comm.schedules import ALGORITHMS
 from shardwise.comm.summing import CHUNK
 from shardwise.errors import LostPeer
@@ -24,7 +24,7 @@ ABOUT = About("the gradients of fc", "gradients")
 
 def lane_of(switches: tuple[int, ...], groups: list[tuple[int, ...]]) -> Communicator:
     comm = Communicator(timeout=20.0).in_lane("sums")
-    comm.sums = Sums(switches)
+    comm.sums = SumRules(switches)
     comm.prepare(groups)
     return comm
 

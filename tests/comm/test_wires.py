@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from pool import shared_pool
 from shardwise import LostPeer, run_local
-from shardwise.comm import About, Communicator, communicator, connecting
+from shardwise.comm import About, Communicator, connecting
 from shardwise.comm.present import present
+from shardwise.comm.ranks import _timeout_of, _warn_of_timeout
 from shardwise.errors import ShardwiseError
 from worlds import reachable, run_cases
 
@@ -136,9 +137,9 @@ def test_a_torch_that_hides_its_timeout_is_one_warning_and_half_an_hour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    communicator._warn_of_timeout.cache_clear()
+    _warn_of_timeout.cache_clear()
     with pytest.warns(UserWarning, match="given up after 1800 s") as caught:
-        assert [communicator._timeout_of(object()) for _ in range(2)] == [1800.0] * 2
+        assert [_timeout_of(object()) for _ in range(2)] == [1800.0] * 2
     assert len(caught) == 1
 
 

@@ -17,15 +17,16 @@ import torch.distributed as dist
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError, WorkerError
-from shardwise.launch.launchers import LAUNCHERS, under_launcher
-from shardwise.launch.workers import (
+from shardwise.launch.launchers import (
+    LAUNCHERS,
     SLURM_HOSTS,
     SLURM_PER_HOST,
     _check_address,
     _has_mpi,
     _launched,
-    run_local,
+    under_launcher,
 )
+from shardwise.launch.workers import run_local
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:

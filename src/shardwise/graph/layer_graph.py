@@ -144,6 +144,7 @@ class LayerGraph:
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     left: Mapping[Any, Any] = field(repr=False, default_factory=dict)
     batch_is_free: bool = True
+    origin: Any = field(repr=False, default=None)  # what it was captured from, for who needs more
 
     @cached_property
     def by_name(self) -> dict[str, Layer]:

@@ -35,18 +35,6 @@ LOGGERS = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
 MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
 
 
-def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
-    """The layer graph of a model in training mode, for inputs of these shapes.
-
-    >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(2, 3, 8, 8))
-    >>> print(graph)
-    input: input() -> 2x3x8x8
-    0: conv(input) -> 2x8x6x6
-    1: relu(0) -> 2x8x6x6
-    """
-    return Captured(model, inputs, training=True).graph(inputs[0].shape[0])
-
-
 def _as_arguments(model: nn.Module, values: list[Any]) -> tuple[Any, ...]:
     """One value per input, as the arguments of forward: those of a `*args` belong together."""
     for place, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
@@ -66,9 +54,7 @@ class Captured:
         free: bool = True,
         others: tuple[str, ...] = (),
     ) -> None:
-        if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
-            raise CaptureError("the example input must be tensors whose first dimension is samples")
-        check_not_parallel(model)
+        check_example(model, inputs)
         self.training, self._given = training, (model, inputs)
         self._others = others  # modules in another mode
         model, inputs = _twin(model, inputs)
@@ -133,6 +119,13 @@ class Captured:
         except CaptureError:
             return None
         return replace(graph, batch_is_free=True)
+
+
+def check_example(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Raises where a model and an example of its input cannot be captured at all."""
+    if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
+        raise CaptureError("the example input must be tensors whose first dimension is samples")
+    check_not_parallel(model)
 
 
 def check_not_parallel(model: nn.Module) -> None:

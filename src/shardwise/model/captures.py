@@ -14,7 +14,8 @@ from torch import nn
 from shardwise.errors import CaptureError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import INTERNAL, Looks
-from shardwise.model.capture import Captured
+from shardwise.model.capture import Captured, check_example
+from shardwise.model.origin import Origin, look_of
 from shardwise.model.values import copied, inside, is_data, token
 from shardwise.model.weightless import weightless
 from shardwise.model.writing import changes
@@ -22,6 +23,26 @@ from shardwise.modules import assign, copy_structure, named_tensors
 from shardwise.tensors import memory_order
 
 Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
+
+
+def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
+    """The layer graph of a model in training mode, for inputs of these shapes.
+
+    >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(2, 3, 8, 8))
+    >>> print(graph)
+    input: input() -> 2x3x8x8
+    0: conv(input) -> 2x8x6x6
+    1: relu(0) -> 2x8x6x6
+    """
+    check_example(model, inputs)
+    home = next((param.device for param in model.parameters()), torch.device("cpu"))
+    if not all(x.is_contiguous() and x.device == home for x in inputs):
+        return Captured(model, inputs, training=True).graph(inputs[0].shape[0])
+    shapes, dtypes = (tuple(tuple(x.shape) for x in inputs), tuple(x.dtype for x in inputs))
+    graphs, look = ModelGraphs(model, shapes, dtypes), look_of(model)
+    graph = graphs(True, shapes[0][0])
+    return replace(graph, origin=Origin(graphs, look, shapes, dtypes))
+
 
 MOST_CAPTURED = 4  # that are kept: modes, and types of inputs and parameters
 UNCHANGED = Looks()

@@ -59,7 +59,7 @@ def parallelize(
     state, refusal = None, None
     try:
         _check(model, plan, comm)
-        graphs = graphs or ModelGraphs(model, plan.inputs, plan.input_dtypes)
+        graphs = graphs or _captured(model, plan)
         state = State(plan, output, comm, graphs, gradients or Engine(), precision)
     except Exception as error:  # all ranks must hear of it before they wait for this one
         refusal = error
@@ -69,6 +69,13 @@ def parallelize(
     with together(comm, "parallelize"):
         comm.prepare(())
         return _wrap(model, state, valued)
+
+
+def _captured(model: nn.Module, plan: Plan) -> ModelGraphs:
+    """The captures that a plan was made with, if they are of this model as it is, or new ones."""
+    origin = plan.findings.costs.graph.origin if plan.findings is not None else None
+    known = origin.take(model, plan.inputs, plan.input_dtypes) if origin is not None else None
+    return known or ModelGraphs(model, plan.inputs, plan.input_dtypes)
 
 
 def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:

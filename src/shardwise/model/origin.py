@@ -1,0 +1,107 @@
+"""What a graph was captured from: the same model need not be captured again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import isfunction
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from shardwise.model.attributes import INTERNAL
+from shardwise.model.hooks import HOOKS
+from shardwise.model.values import token
+from shardwise.modules import named_tensors
+
+
+class Look:
+    """All that a capture may depend on: modules, what they and their classes hold, and tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = {path: ref(module) for path, module in modules.items()}
+        self.defaults = torch.get_default_dtype(), torch.get_default_device()
+        tables = [(path, vars(module)) for path, module in modules.items()]
+        own = [item for item in _items(tables) if item[1] not in INTERNAL]
+        hooks = [(path, {name: table[name] for name in HOOKS}) for path, table in tables]
+        kinds = dict.fromkeys(kind for m in modules.values() for kind in type(m).__mro__)
+        # Values are kept beside their tokens, so that no other object gets their place in memory.
+        self.values = [*own, *_items(hooks), *_items(_written(kinds))]
+        first: dict[int, str] = {}
+        self.tensors = [
+            (name, first.setdefault(id(x), name), type(x), x.requires_grad, _lies(x))
+            for name, x in named_tensors(model)
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Look)
+            and self.modules == other.modules
+            and self.defaults == other.defaults
+            and [value[:3] for value in self.values] == [value[:3] for value in other.values]
+            and self.tensors == other.tensors
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _lies(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _items(tables: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[tuple[Any, str, Any, Any]]:
+    for of, table in tables:
+        for name, value in table.items():
+            yield of, name, token(value), value
+
+
+def _written(kinds: Iterable[type]) -> Iterator[tuple[type, Mapping[str, Any]]]:
+    """What classes that are not torch's hold, and the globals that their functions name."""
+    for kind in kinds:
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            table = dict(vars(kind))
+            for function in filter(isfunction, vars(kind).values()):
+                named = function.__globals__.keys() & set(function.__code__.co_names)
+                table |= {f"global {name}": function.__globals__[name] for name in sorted(named)}
+            yield kind, table
+
+
+def look_of(model: nn.Module) -> Look | None:
+    """How a model looks; None where that cannot be said."""
+    try:
+        return Look(model)
+    except Exception:
+        return None
+
+
+class Origin:
+    """The captures of a model, and how it looked; they are given away once."""
+
+    def __init__(
+        self,
+        graphs: Any,
+        look: Look | None,
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[torch.dtype, ...],
+    ) -> None:
+        self._held = (graphs, look) if look is not None else None
+        self._inputs = shapes, dtypes
+        self._lock = threading.Lock()
+
+    def take(
+        self,
+        model: nn.Module,
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[torch.dtype | None, ...],
+    ) -> Any:
+        """The captures, if they are of this very model as it is now, and nobody has them."""
+        with self._lock:
+            held, self._held = self._held, None
+        usual = next(model.parameters(), torch.empty(0)).dtype  # of inputs that have no other
+        asked = shapes, tuple(dtype or usual for dtype in dtypes)
+        if held is None or asked != self._inputs or look_of(model) != held[1]:
+            return None
+        return held[0]
