@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -84,3 +85,11 @@ def test_captures_are_given_away_once() -> None:
     first.scale = 4.0
     torch.testing.assert_close(first(x), 4 * model(x))
     torch.testing.assert_close(second(x), model(x))
+
+
+def test_plans_are_pickled_without_what_they_were_captured_with() -> None:
+    model, x = seeded(Net()).float(), torch.randn(2, 3, 6, 6)
+    plan = shardwise.plan(model, x, cluster="1x1Gb")
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and again.findings.costs.graph.origin is None
+    torch.testing.assert_close(shardwise.parallelize(model, again)(x), model(x))

@@ -15,7 +15,7 @@ from shardwise.errors import CaptureError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import INTERNAL, Looks
 from shardwise.model.capture import Captured, check_example
-from shardwise.model.origin import Origin, look_of
+from shardwise.model.origin import Origin, fingerprint_of
 from shardwise.model.values import copied, inside, is_data, token
 from shardwise.model.weightless import weightless
 from shardwise.model.writing import changes
@@ -39,9 +39,9 @@ def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
     if not all(x.is_contiguous() and x.device == home for x in inputs):
         return Captured(model, inputs, training=True).graph(inputs[0].shape[0])
     shapes, dtypes = (tuple(tuple(x.shape) for x in inputs), tuple(x.dtype for x in inputs))
-    graphs, look = ModelGraphs(model, shapes, dtypes), look_of(model)
+    graphs, seen = ModelGraphs(model, shapes, dtypes), fingerprint_of(model)
     graph = graphs(True, shapes[0][0])
-    return replace(graph, origin=Origin(graphs, look, shapes, dtypes))
+    return replace(graph, origin=Origin(graphs, seen, shapes, dtypes))
 
 
 MOST_CAPTURED = 4  # that are kept: modes, and types of inputs and parameters

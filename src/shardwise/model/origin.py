@@ -17,7 +17,7 @@ from shardwise.model.values import token
 from shardwise.modules import named_tensors
 
 
-class Look:
+class Fingerprint:
     """All that a capture may depend on: modules, what they and their classes hold, and tensors."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class Look:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Look)
+            isinstance(other, Fingerprint)
             and self.modules == other.modules
             and self.defaults == other.defaults
             and [value[:3] for value in self.values] == [value[:3] for value in other.values]
@@ -69,27 +69,31 @@ def _written(kinds: Iterable[type]) -> Iterator[tuple[type, Mapping[str, Any]]]:
             yield kind, table
 
 
-def look_of(model: nn.Module) -> Look | None:
-    """How a model looks; None where that cannot be said."""
+def fingerprint_of(model: nn.Module) -> Fingerprint | None:
+    """What a model is captured from; None where that cannot be said."""
     try:
-        return Look(model)
+        return Fingerprint(model)
     except Exception:
         return None
 
 
 class Origin:
-    """The captures of a model, and how it looked; they are given away once."""
+    """The captures of a model, and its fingerprint; they are given away once."""
 
     def __init__(
         self,
         graphs: Any,
-        look: Look | None,
+        seen: Fingerprint | None,
         shapes: tuple[tuple[int, ...], ...],
         dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        self._held = (graphs, look) if look is not None else None
+        self._held = (graphs, seen) if seen is not None else None
         self._inputs = shapes, dtypes
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Elsewhere, and for a copy of the model, there are none."""
+        return _nothing, ()
 
     def take(
         self,
@@ -102,6 +106,10 @@ class Origin:
             held, self._held = self._held, None
         usual = next(model.parameters(), torch.empty(0)).dtype  # of inputs that have no other
         asked = shapes, tuple(dtype or usual for dtype in dtypes)
-        if held is None or asked != self._inputs or look_of(model) != held[1]:
+        if held is None or asked != self._inputs or fingerprint_of(model) != held[1]:
             return None
         return held[0]
+
+
+def _nothing() -> None:
+    return None

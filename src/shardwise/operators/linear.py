@@ -41,16 +41,18 @@ class GatheredLinear(torch.autograd.Function):
         if of_weight or of_bias:
             starts = zip(ctx.local.gather, (x, dy), strict=True)
             coming = tuple(start(t) for start, t in starts)
-            ctx.local.later(partial(_gathered_gradients, coming, of_weight, of_bias))
+            wanted = of_weight, of_bias, len(ctx.local.needs) > 2
+            ctx.local.later(partial(_gathered_gradients, coming, *wanted))
         return dy @ weight if of_x else None, None, None, None
 
 
 def _gathered_gradients(
-    coming: tuple[Callable[[], torch.Tensor], ...], of_weight: bool, of_bias: bool
+    coming: tuple[Callable[[], torch.Tensor], ...], of_weight: bool, of_bias: bool, has_bias: bool
 ) -> list[torch.Tensor | None]:
-    """The gradients of weight and bias, from the inputs and errors of all samples."""
+    """The gradients of weight and, if any, bias, from the inputs and errors of all samples."""
     inputs, errors = (wait().flatten(0, -2) for wait in coming)
-    return [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
+    found = [errors.T @ inputs if of_weight else None, errors.sum(0) if of_bias else None]
+    return found[: 1 + has_bias]
 
 
 @operator("linear", "linear")
@@ -58,7 +60,6 @@ class Linear(Contraction):
     """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
 
     channel_dim = -1
-    can_gather = True
     fully_connected = True
 
     def read(self, call: Call) -> Request | Requests | None:
@@ -96,6 +97,9 @@ class Linear(Contraction):
         block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
         needs = [Need(inputs), Need(block)]
         return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+
+    def can_gather(self, layer: Layer) -> bool:
+        return all(operand.kind == "param" for operand in layer.operands[1:])
 
     def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
         if split.config.gradient == "sum" or split.config.n == 1:

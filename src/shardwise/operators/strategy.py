@@ -94,7 +94,6 @@ class Strategy:
     sensitive: bool  # loses too much in 16 bits: sums over many values, exponentials
 
     joint_channels = True  # f and c split the same dimension, so their product is limited
-    can_gather = False  # the gradient of its weights may be computed from gathered inputs (P3)
     free = False  # hands out a view of its operand: no time, no memory
     degrees_matter = False  # to what it says, beside which axes are split
     always_runs = False  # even if nothing comes of it: torch.export may have told another shape
@@ -177,6 +176,10 @@ class Strategy:
         """The cover of statistics summed inside the layer, in forward and in backward."""
         return None
 
+    def can_gather(self, layer: Layer) -> bool:
+        """Whether the gradient of its weights may be computed from gathered inputs (P3)."""
+        return False
+
     def gathers(self, split: Split) -> tuple[tuple[Layout, Layout], ...]:
         """What is gathered for the gradient of the weights (P3), each from its layout to another.
 
@@ -225,10 +228,11 @@ class Strategy:
                 f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
                 f"workers; legal: 0 to {world - 1}"
             )
-        if config.gradient == "gather" and (config.num_workers != config.n or not self.can_gather):
+        over_samples = config.num_workers == config.n
+        if config.gradient == "gather" and not (over_samples and self.can_gather(layer)):
             raise PlanError(
                 f"layer {layer.name!r} ({layer.op}): gradient 'gather' is for linear layers that "
-                f"are split over samples only, not for {config}"
+                f"are split over samples only, and whose weights are parameters, not for {config}"
             )
         joint = LABEL_AXES["c"]
         if "c" in layer.dims and "c" in legal and self.joint_channels:

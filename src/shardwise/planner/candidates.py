@@ -68,9 +68,10 @@ class Candidates:
         if strategy.joint_channels:
             limits.pop("c", None)  # f alone splits the same dimension
         limits = {axis: min(limit, self.world) for axis, limit in limits.items()}
-        key = (tuple(limits.items()), strategy.can_gather)
+        gather = strategy.can_gather(layer)
+        key = (tuple(limits.items()), gather)
         if key not in self._known:
-            found = dict.fromkeys(self._configs(limits, strategy.can_gather))
+            found = dict.fromkeys(self._configs(limits, gather))
             ordered = sorted(found, key=lambda c: (-len(c.ranks), c.ranks[-1] >= len(c.ranks)))
             # Layers with the same configs get the same object, so that they share stacks.
             self._known[key] = self._sets.setdefault(tuple(map(id, ordered)), tuple(ordered))

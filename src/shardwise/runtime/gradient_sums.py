@@ -297,7 +297,7 @@ class Late:
         self.entries = [entry for entry in self.entries if entry not in due]
         found: Tensors = {}
         for names, compute in due:
-            for name, gradient in zip(names, compute(), strict=False):
+            for name, gradient in zip(names, compute(), strict=True):
                 if gradient is not None:
                     found[name] = found[name] + gradient if name in found else gradient
         return found
