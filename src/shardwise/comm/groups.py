@@ -23,6 +23,15 @@ _world: Any = None  # whose groups these are
 _groups: dict[tuple[str, Members], Any] = {}
 
 
+def backend_of(group: Any) -> str:
+    """What moves a group's tensors; of one that has a backend per device, that of GPUs if any."""
+    name = dist.get_backend(group)
+    if name != "undefined" and ":" not in name:
+        return name
+    pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return pairs["cuda"] if "cuda" in pairs and torch.cuda.is_available() else pairs["cpu"]
+
+
 def group_of(lane: str, members: Members, timeout: float, backend: str | None = None) -> Any:
     """The group of these members in a lane; the first time, all ranks of the world make it."""
     if not known_group(lane, members):
@@ -62,7 +71,7 @@ def wake_groups(others: Iterable[Any] = ()) -> None:
     everything: list[Any] = [dist.group.WORLD, *_groups.values(), *others]
     for group in everything:
         with suppress(Exception):  # not a member, closed already, or another backend
-            if dist.get_backend(group) == "gloo":
+            if backend_of(group) == "gloo":
                 place = dist.get_rank(group)
                 peer = (place + 1) % dist.get_world_size(group)
                 group.recv([_NOTHING], peer, NOBODY_SENDS).wait(timedelta(milliseconds=1))

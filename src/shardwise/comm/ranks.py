@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from shardwise.comm.carrying import HOST_ONLY, announce, compare
 from shardwise.comm.connecting import ALARM, USES, connect
-from shardwise.comm.groups import Members, group_of, known_group
+from shardwise.comm.groups import Members, backend_of, group_of, known_group
 from shardwise.comm.headers import Mismatch
 from shardwise.comm.pending import About, Flight
 from shardwise.comm.present import present
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import LostConnection
+from shardwise.errors import ShardwiseError
 
 TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
 AGREEMENT = About("what all ranks must agree on")
@@ -41,7 +42,12 @@ class Ranks:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._global = tuple(dist.get_process_group_ranks(group))
-        self._backend = dist.get_backend(group)
+        if self.size < dist.get_world_size():
+            raise ShardwiseError(
+                f"a communicator is of all {dist.get_world_size()} ranks, and this group has "
+                f"{self.size}; start as many processes as workers"
+            )
+        self._backend = backend_of(group)
         # Groups of lanes wait as long as the group that they belong to.
         self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
         if group is not None and group not in present().groups:
@@ -172,7 +178,7 @@ def _timeout_of(group: Any) -> float:
     if isinstance(group, dist.ProcessGroup) and hasattr(group, "seconds"):
         return group.seconds  # type: ignore[attr-defined]
     try:
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
         _warn_of_timeout()
