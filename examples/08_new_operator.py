@@ -19,7 +19,7 @@ from shardwise.operators import Call, Local, Need, Request, Split, Strategy, ope
 class Flip(Strategy):
     """A block of the output is the mirrored block of the operand."""
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
 
     def read(self, call: Call) -> Request:
         """From the arguments of the ATen call to a layer: its tensors and its attributes."""

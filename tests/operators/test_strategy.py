@@ -150,7 +150,7 @@ class Forgetful(Strategy):
 
 
 class Careful(Forgetful):
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
 
     def read(self, call: Call) -> Request:
         return Request("careful", (call.x,), {"p": call.get("probability")})
@@ -159,7 +159,7 @@ class Careful(Forgetful):
 @pytest.mark.parametrize(
     "cls, aten, sentence",
     [
-        (Forgetful, (), "operator 'x' .* does not say: keeps_inputs, draws, sensitive"),
+        (Forgetful, (), "operator 'x' .* does not say: keeps_inputs, draws, needs_float32"),
         (Forgetful, ("flip",), "does not say: .*, read"),
         (Careful, ("rand",), "operator 'x': rand draws random numbers"),
         (Careful, ("flipp",), "there is no ATen operator 'flipp'"),
@@ -187,7 +187,7 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 
 
 @pytest.mark.parametrize(
-    "module, sensitive",
+    "module, needs_float32",
     [
         (nn.Softmax(1), True),
         (nn.LogSoftmax(1), True),
@@ -196,6 +196,6 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
         (nn.Conv2d(4, 4, 3), False),
     ],
 )
-def test_what_loses_too_much_in_16_bits_says_so(module: nn.Module, sensitive: bool) -> None:
+def test_what_loses_too_much_in_16_bits_says_so(module: nn.Module, needs_float32: bool) -> None:
     layer = layer_of(module, 2, 4, 5, 5)
-    assert strategy_of(layer).is_sensitive(layer) == sensitive
+    assert strategy_of(layer).runs_in_float32(layer) == needs_float32

@@ -23,7 +23,7 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.on = False
-        self.place = ""  # what the main thread last turned to, noted always
+        self.place = ""  # the layer that the main thread was at, if it fails
         self._origin = 0.0
         self._current: tuple[str, str, float] | None = None
 

@@ -39,7 +39,7 @@ class NativeBatchNorm(torch.autograd.Function):
     """`running` is the mean and variance that a module keeps, and its momentum; they are updated.
 
     >>> x = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
-    >>> BatchNorm.apply(x, None, None, (None, None, 0.0), 0.0, False).flatten()
+    >>> NativeBatchNorm.apply(x, None, None, (None, None, 0.0), 0.0, False).flatten()
     tensor([-1.,  1.])
     """
 

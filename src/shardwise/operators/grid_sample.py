@@ -15,7 +15,7 @@ from shardwise.operators.strategy import Local, Need, Strategy
 class GridSample(Strategy):
     """Samples, channels and positions may be split; a position may read anything of its image."""
 
-    keeps_inputs, draws, sensitive = True, False, True
+    keeps_inputs, draws, needs_float32 = True, False, True
     labels_by_position = True
 
     def read(self, call: Call) -> Request:

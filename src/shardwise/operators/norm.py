@@ -35,7 +35,7 @@ def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class Norm(Strategy):
     """What the four norms share. Subclasses say what is summed and where parameters lie."""
 
-    keeps_inputs, draws, sensitive = True, False, True
+    keeps_inputs, draws, needs_float32 = True, False, True
     normalizes = True
 
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:

@@ -37,7 +37,7 @@ class Pool(Strategy):
     """Pooling with a fixed kernel; split space is padded by the transfer, with `fill`."""
 
     fill = 0.0
-    keeps_inputs, draws, sensitive = True, False, False
+    keeps_inputs, draws, needs_float32 = True, False, False
     reads_beyond = True
 
     @staticmethod
@@ -165,7 +165,7 @@ def adaptive_window(ranges: Ranges, size: int, outputs: int) -> Ranges:
 class AdaptivePool(Strategy):
     """Pooling to a given size; the windows of neighbouring outputs may overlap."""
 
-    keeps_inputs, draws, sensitive = True, False, False
+    keeps_inputs, draws, needs_float32 = True, False, False
     stock: dict[int, Any]
 
     def needs(self, split: Split) -> tuple[Need, ...]:

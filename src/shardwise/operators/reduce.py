@@ -33,7 +33,7 @@ class Reduce(Strategy):
     and the parts are added into channels split over those ranks as well.
     """
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
 
     def read(self, call: Call) -> Request | None:
         if call.args.get("dtype") is not None:  # amax and amin have none
@@ -119,7 +119,7 @@ class Reduce(Strategy):
 class WholeDim(Strategy):
     """One dimension is needed whole, then cut to the block."""
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
     as_called = True
 
     def read(self, call: Call) -> Request:
@@ -142,7 +142,7 @@ class WholeDim(Strategy):
 
 @operator("softmax", "softmax", "log_softmax")
 class Softmax(WholeDim):
-    sensitive = True
+    needs_float32 = True
 
     def read(self, call: Call) -> Request:
         return replace(super().read(call), op="softmax")

@@ -15,7 +15,7 @@ STRATEGIES: dict[str, Strategy] = {}  # by the name that layers have in their `o
 READERS: dict[str, Strategy] = {}  # by the ATen operator whose calls they read
 
 S = TypeVar("S", bound=Strategy)
-STATED = ("keeps_inputs", "draws", "sensitive")  # by every operator: forgotten, plans are wrong
+STATED = ("keeps_inputs", "draws", "needs_float32")  # by every operator: forgotten, plans are wrong
 WRITTEN = ("needs", "run")
 
 

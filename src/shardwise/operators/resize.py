@@ -33,7 +33,7 @@ LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 class Interpolate(Strategy):
     """Each output position reads one or two neighbours per dimension."""
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
 
     def read(self, call: Call) -> Request:
         linear = call.name in LINEAR

@@ -23,7 +23,7 @@ from shardwise.operators.strategy import Function, Local, Need, Strategy, narrow
 class Moves(Strategy):
     """Operators that compute nothing."""
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
 
     def flops(self, split: Split) -> np.ndarray:
         return np.zeros(split.world)

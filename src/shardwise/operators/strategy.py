@@ -91,7 +91,7 @@ class Strategy:
     # What every operator must say, see `operator`.
     keeps_inputs: bool  # for the backward pass
     draws: bool  # uses random numbers, which every rank must draw to stay in step
-    sensitive: bool  # loses too much in 16 bits: sums over many values, exponentials
+    needs_float32: bool  # loses too much in 16 bits: sums over many values, exponentials
 
     joint_channels = True  # f and c split the same dimension, so their product is limited
     free = False  # hands out a view of its operand: no time, no memory
@@ -124,8 +124,8 @@ class Strategy:
         """The labels of the output's dimensions, from the shapes and labels of what it reads."""
         return default_dims(shape) if self.labels_by_position else inherited_dims(shape, inputs)
 
-    def is_sensitive(self, layer: Layer) -> bool:
-        return self.sensitive
+    def runs_in_float32(self, layer: Layer) -> bool:
+        return self.needs_float32
 
     def ends_gradient(self, layer: Layer) -> bool:
         """Whether nothing that comes before gets a gradient through this layer."""

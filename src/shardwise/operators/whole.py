@@ -51,7 +51,7 @@ class Made(Strategy):
     generators of random numbers stay in step.
     """
 
-    keeps_inputs, draws, sensitive = False, False, False  # `draws` is an attribute of the layer
+    keeps_inputs, draws, needs_float32 = False, False, False  # `draws` is an attribute of the layer
     as_called = True
     shapes_only = True
 
@@ -92,7 +92,7 @@ class Opaque(Strategy):
     what came of it.
     """
 
-    keeps_inputs, draws, sensitive = False, False, False
+    keeps_inputs, draws, needs_float32 = False, False, False
     always_runs = True
     as_called = True
     known = False
@@ -103,10 +103,10 @@ class Opaque(Strategy):
         request = as_called("opaque", call)
         return replace(request, attrs=request.attrs | {"item": call.item})
 
-    def is_sensitive(self, layer: Layer) -> bool:
+    def runs_in_float32(self, layer: Layer) -> bool:
         """As the operator that reads such calls, though not this one."""
         reader = READERS.get(layer.attrs["called"])
-        return reader is not None and reader.sensitive
+        return reader is not None and reader.needs_float32
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}

@@ -1,10 +1,10 @@
 """The cheapest choice per node of a graph whose cost is a sum over nodes and edges (P4).
 
-P4 eliminates nodes and edges until nothing is left, at choices³ per node: 5 s for Inception-v3
-with 200 choices per layer. So bounds come first, at choices² per edge: messages swept over the
+P4 eliminates nodes and edges until nothing is left, at choices³ per node: 0.6 s for Inception-v3
+with 40,176 choices in all. So bounds come first, at choices² per edge: messages swept over the
 graph (sequential tree-reweighted message passing, Kolmogorov 2006) bound from below what any
 assignment with a given choice costs, and choices that cannot beat the best assignment found so far
-are dropped. Mostly one per node remains, after 0.07 s in that example. Whatever remains is
+are dropped: nine of ten in that example, and all is done after 0.07 s. Whatever remains is
 eliminated exactly, in an order that keeps tables small, so that any graph will do.
 """
 

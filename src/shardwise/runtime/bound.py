@@ -23,13 +23,13 @@ Blocks = Mapping[int, BlockFunction]  # by the id of their Run
 
 @dataclass(eq=False)
 class Bound:
-    """A program with all that its passes look up; nothing here may refer to one of them."""
+    """A program with all that its passes look up; it outlives every one of them."""
 
     program: Program
     graph: LayerGraph
     comm: Communicator
     modules: Mapping[str, Any]
-    chunks: tuple[Any, Any] | None = None  # how gradients were packed last, and for what
+    chunks: tuple[Any, Any] | None = None  # for what gradients were packed last, and how
     # Gradients of some parameters that are computed when they are due: names, and how.
     late: list[tuple[list[str], Gradients]] = field(default_factory=list)
     _blocks: dict[Any, Blocks] = field(default_factory=dict)

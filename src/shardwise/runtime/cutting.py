@@ -8,7 +8,7 @@ import torch
 
 from shardwise.geometry.box import Box
 from shardwise.geometry.transfer import Slices
-from shardwise.tensors import filling
+from shardwise.tensors import filling, memory_format_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Cutter:
             if self.shape == self.whole:
                 return x
             return x.new_empty(self.shape) if self.inside is None else x[self.inside]
-        y = x.new_full(self.shape, filling(self.fill, x.dtype))
+        form = memory_format_of(x)
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device, memory_format=form)
+        y.fill_(filling(self.fill, x.dtype))
         if self.inside is not None and self.there is not None:
             y[self.there] = x[self.inside]
         return y

@@ -36,7 +36,7 @@ class Runtime:
     types: Types
     leaves: Tensors  # the parameters that are trained, as layers see them
     wraps: Sequence[Wrap] = ()  # what is done around every layer
-    tapes: dict[int, Tape] = field(default_factory=dict)  # by position of the block
+    tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of the block's Run
 
     @property
     def program(self) -> Program:
@@ -51,7 +51,7 @@ class Runtime:
     def forward(self, inputs: Tensors, record: bool) -> Tensors:
         """This rank's part of every output."""
         bound, blocks = self.bound, self._blocks()
-        values: dict[str, Any] = {name: self.types.lowered(x) for name, x in inputs.items()}
+        values: dict[str, Any] = {name: self.types.kept(x) for name, x in inputs.items()}
         pending: dict[str, Callable[[], torch.Tensor]] = {}
 
         def value(name: str) -> torch.Tensor:
@@ -64,6 +64,7 @@ class Runtime:
                 given = [value(name) for name in step.inputs]
                 values |= self._run(step, blocks, given, record)
             elif isinstance(step, Move):
+                bound.comm.timeline.place = bound.program.origins[step.target]
                 delivery = bound.forth[step.target]
                 pending[step.target] = delivery.begin(value(step.source), bound.comm)
             else:
@@ -113,7 +114,7 @@ class Runtime:
         Only layers that the loss depends on (`reached`) take part, the same on all ranks. What the
         forward pass left is used up, or kept for another time.
         """
-        flow = _Flow({name: self.types.lowered(gradient) for name, gradient in gradients.items()})
+        flow = _Flow({name: self.types.kept(gradient) for name, gradient in gradients.items()})
         bound = self.bound
         bound.late.clear()  # of a pass that failed
         whole: Tensors = {}  # gradients of inputs that every rank has whole

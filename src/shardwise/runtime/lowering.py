@@ -1,7 +1,7 @@
 """A block of layers as a function of tensors: (inputs, weights) -> outputs.
 
 What can be known before a block runs is found out once: where every operand stands, which casts are
-made, what a rank without a part of a layer makes instead. While a block runs nothing is looked up.
+made, what a rank without a part of a layer makes instead. What then runs is given its weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Types:
         dtype = self.dtypes[value]
         return self.precision if self.precision and dtype.is_floating_point else dtype
 
-    def lowered(self, x: torch.Tensor) -> torch.Tensor:
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
         """As values between layers are kept."""
         return x if self.precision is None else as_real(x, self.precision)
 
@@ -65,11 +65,12 @@ class Weight:
         tensor = getattr(owner, leaf) if constant is None else constant
         layout = layouts.get(source.name) if constant is None else None
         held = Box.whole(tuple(tensor.shape)) if layout is None else layout[rank]
+        shape = held.shape if tensor.ndim else ()
         if tensor.ndim == 0 or held == source.box:
-            return cls(source.name, owner, tuple(tensor.shape), None, constant)
+            return cls(source.name, owner, shape, None, constant)
         if not held.contains(source.box):
             raise PlanError(f"rank {rank} holds {held} of {source.name!r} and needs {source.box}")
-        return cls(source.name, owner, held.shape, source.box.slices_in(held), constant)
+        return cls(source.name, owner, shape, source.box.slices_in(held), constant)
 
     def now(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The tensor as it is; parameters are given as layers are to see them (`leaves`)."""
@@ -176,7 +177,7 @@ def _function(op: Op, types: Types, local: Local) -> Function:
     layer, compute = op.local.layer, op.strategy.lower(local)
     shape, dtype = op.local.output.shape, types.dtype(op.result)
     precision = types.precision
-    cast = precision and (torch.float32 if op.strategy.is_sensitive(layer) else precision)
+    cast = precision and (torch.float32 if op.strategy.runs_in_float32(layer) else precision)
     without = [(index, layer.operands[index].shape) for index in op.without]
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ def recorded(timeline: Timeline, stage: Stage) -> Function:
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
         timeline.switch(stage.name, "forward")
         y = stage.run(tensors)
-        if y.requires_grad:
+        if y.grad_fn is not None:  # not on a parameter itself, where the hook would stay
             y.register_hook(partial(_turn, timeline, stage.name))
         return y
 

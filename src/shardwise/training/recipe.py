@@ -38,7 +38,7 @@ def rate_at(settings: Settings, epoch: float, epochs: float) -> float:
 
     It depends on nothing else, so a run that is resumed goes on with the right one.
 
-    >>> rate_at(Settings(lr=0.4, warmup=5, schedule="step"), epoch=65, epochs=90)
+    >>> round(rate_at(Settings(lr=0.4, warmup=5, schedule="step"), epoch=65, epochs=90), 6)
     0.004
     """
     peak = peak_rate(settings)
