@@ -29,7 +29,8 @@ def _twin(value: Any, memo: dict[int, Any]) -> Any:
         twin = types.MethodType(value.__func__, _twin(value.__self__, memo))
     elif kind in (dict, OrderedDict):
         twin = memo[id(value)] = kind()
-        twin.update((key, _twin(own, memo)) for key, own in value.items())
+        items = dict.copy(value).items()  # hooks may come and go meanwhile
+        twin.update((key, _twin(own, memo)) for key, own in items)
     elif kind is list:
         twin = memo[id(value)] = []
         twin.extend(_twin(own, memo) for own in value)

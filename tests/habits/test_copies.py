@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -78,7 +79,14 @@ def test_saving_the_original_after_the_parallel_model_was_trained_is_warned_of()
         model.state_dict()
 
     World(2).run(work)
-    assert not original._state_dict_pre_hooks  # they go with the parallel models
+    gc.collect()
+    with warnings.catch_warnings():  # the parallel models are gone, and their hooks say nothing
+        warnings.simplefilter("error")
+        original.state_dict()
+    model = parallelize(
+        original, Plan.uniform(capture(original, x), 1), comm=InProcess(World(1), 0)
+    )
+    assert len(original._state_dict_pre_hooks) == 1 and not model._state_dict_pre_hooks
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])

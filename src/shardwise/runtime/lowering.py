@@ -65,7 +65,7 @@ class Weight:
         tensor = getattr(owner, leaf) if constant is None else constant
         layout = layouts.get(source.name) if constant is None else None
         held = Box.whole(tuple(tensor.shape)) if layout is None else layout[rank]
-        shape = held.shape if tensor.ndim else ()
+        shape = tuple(tensor.shape) if held.empty or not tensor.ndim else held.shape
         if tensor.ndim == 0 or held == source.box:
             return cls(source.name, owner, shape, None, constant)
         if not held.contains(source.box):

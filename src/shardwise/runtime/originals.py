@@ -16,6 +16,10 @@ class _Stale:
         self._model = weakref.ref(model)
         self._versions = _versions(model)
 
+    @property
+    def is_over(self) -> bool:
+        return self._model() is None
+
     def __call__(self, original: nn.Module, prefix: str, keep_vars: bool) -> None:
         model = self._model()
         if model is not None and _versions(model) != self._versions:
@@ -39,9 +43,15 @@ def _versions(model: nn.Module) -> list[int]:
 
 
 def warn_when_saved(original: nn.Module, model: nn.Module) -> None:
-    """Lets the original's state_dict() warn once the parallel model has been trained."""
-    hooks = model._state_dict_pre_hooks  # a copy of the original's
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _Stale)]:
-        del hooks[key]
-    handle = original.register_state_dict_pre_hook(_Stale(model))
-    weakref.finalize(model, handle.remove)
+    """Lets the original's state_dict() warn once the parallel model has been trained.
+
+    Hooks of parallel models that are gone are removed here, and not when they go: somebody might be
+    going through the hooks just then.
+    """
+    copied, own = model._state_dict_pre_hooks, original._state_dict_pre_hooks
+    for hooks, every in ((copied, True), (own, False)):
+        stale = [key for key, hook in hooks.items() if isinstance(hook, _Stale)]
+        for key in stale:
+            if every or hooks[key].is_over:
+                del hooks[key]
+    original.register_state_dict_pre_hook(_Stale(model))
