@@ -25,7 +25,7 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     from shardwise.comm.groups import drop_groups, num_groups
-    from shardwise.comm.present import present
+    from shardwise.comm.world_state import world_state
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -37,7 +37,9 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
         function, args = job
         try:
             result = function(*args)
-            kind = "last result" if present().alarm.sentence else "result"  # the world has failed
+            kind = (
+                "last result" if world_state().alarm.sentence else "result"
+            )  # the world has failed
             connection.send((kind, result))
         except BaseException:
             connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise import LostPeer, run_local
 from shardwise.comm import Communicator
-from shardwise.comm.present import present
+from shardwise.comm.world_state import world_state
 from worlds import reachable, run_cases
 
 EVERYBODY = (0, 1, 2)
@@ -122,9 +122,9 @@ def _leave() -> float:
     comm = Communicator(timeout=20.0)
     comm.prepare([])
     if comm.rank == 1:
-        for line in present().alarm._peers:
+        for line in world_state().alarm._peers:
             line.close()
-        present().wires.close()
+        world_state().wires.close()
         return 0.0
     time.sleep(0.3)
     x = torch.ones(3)

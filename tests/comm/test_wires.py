@@ -15,8 +15,8 @@ import torch.distributed as dist
 from pool import shared_pool
 from shardwise import LostPeer, run_local
 from shardwise.comm import About, Communicator, connecting
-from shardwise.comm.present import present
 from shardwise.comm.ranks import _timeout_of, _warn_of_timeout
+from shardwise.comm.world_state import world_state
 from shardwise.errors import ShardwiseError
 from worlds import reachable, run_cases
 
@@ -46,7 +46,7 @@ def _exchanged(sizes: list[int], dtype: torch.dtype) -> tuple[bool, int]:
         works.wait()
         for rank, x in receives:
             right &= torch.equal(x, _drawn(rank, comm.rank, number, x.numel(), dtype))
-    return right, len(present().wires.known)
+    return right, len(world_state().wires.known)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +101,7 @@ def _lose(how: str) -> str:
     comm.prepare([(0, 1)])
     if comm.rank == 1:
         if how == "closed":
-            present().wires.close()
+            world_state().wires.close()
         return ""
     with pytest.raises(LostPeer) as caught:
         comm.all_reduce((0, 1), torch.ones(3), About("norm statistics")).wait()

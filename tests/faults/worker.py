@@ -109,7 +109,7 @@ def inject(fault: Fault) -> Callable[[], None]:
     """Puts the fault at its place; returns what reading a sample passes by."""
     place = fault.cell.place
     if place in KINDS:
-        begin = pending.Flight.__init__
+        begin = pending.Communication.__init__
 
         def started(self: Any, comm: Any, action: str, peers: Any, about: Any) -> None:
             layer = about.name.split(">")[0].split(" ")[0] in ("conv0", "conv1", "norm", "head")
@@ -117,7 +117,7 @@ def inject(fault: Fault) -> Callable[[], None]:
                 fault.pass_by()
             begin(self, comm, action, peers, about)
 
-        pending.Flight.__init__ = started  # type: ignore[method-assign]
+        pending.Communication.__init__ = started  # type: ignore[method-assign]
     elif place == "start":
         _before(communicator.Communicator, "gather_objects", fault)
     elif place == "checkpoint":

@@ -21,7 +21,7 @@ from habits.habit import (
     image,
     net,
 )
-from shardwise.runtime.stepping import as_blocks
+from shardwise.runtime.optimizer_checks import as_blocks
 
 SPLIT = ["f=2", "random"]  # plans under which ranks hold blocks of weights
 

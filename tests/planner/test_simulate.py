@@ -22,9 +22,9 @@ from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.operators import Split
 from shardwise.planner.best_plan import predict
 from shardwise.planner.costs import Costs
-from shardwise.planner.lanes import Lanes
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.links import Network
+from shardwise.planner.port_queues import PortQueues
 from shardwise.planner.simulate import simulate
 from shardwise.plans.compile import compile_program
 from shardwise.plans.program import Move, to_all
@@ -338,13 +338,13 @@ def test_messages_that_start_together_take_what_the_network_says(name: str) -> N
             shape = (network.world, network.world)
             matrix = generator.integers(1, 9, shape) * 1e5 * (generator.random(shape) < density)
             np.fill_diagonal(matrix, 0.0)
-            arrival = Lanes(network).carry(matrix, np.zeros(network.world))
+            arrival = PortQueues(network).carry(matrix, np.zeros(network.world))
             assert arrival.max() == pytest.approx(network.message_seconds(matrix))
             assert not arrival[matrix.sum(axis=0) == 0].any()  # who gets nothing waits for nothing
 
 
 def test_a_port_serves_one_transfer_after_the_other() -> None:
-    lanes = Lanes(Network(cluster(3, latency=0.5)))
+    lanes = PortQueues(Network(cluster(3, latency=0.5)))
     first, second = np.zeros((2, 3, 3))
     first[0, 1], second[0, 2] = 2000.0, 1000.0
     assert lanes.carry(first, np.zeros(3)) == near([0.0, 2.5, 0.0])
@@ -386,13 +386,13 @@ def test_simulated_bytes_are_those_of_the_transfers(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carried = []
-    carry = Lanes.carry
+    carry = PortQueues.carry
 
-    def recorded(lanes: Lanes, matrix: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    def recorded(lanes: PortQueues, matrix: np.ndarray, *others: np.ndarray) -> np.ndarray:
         carried.append(matrix)
         return carry(lanes, matrix, *others)
 
-    monkeypatch.setattr(Lanes, "carry", recorded)
+    monkeypatch.setattr(PortQueues, "carry", recorded)
     simulate(plan, BLOCK, cluster(4))
     params = frozenset(name for layer in BLOCK.layers for name in layer.params)
     program = compile_program(BLOCK, plan, 0, params)

@@ -14,7 +14,7 @@ from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.runtime.elementwise import kind_of
-from shardwise.runtime.stepping import NOTE, as_blocks, look_over
+from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer
 
 PREFIX = "optimizer"
 PLAIN = (bool, int, float, str, type(None))
@@ -145,7 +145,7 @@ class Optimizing:
         state = {number: own for number, own in found.items() if own}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_casts(state)
-        look_over(self.optimizer)  # which now has blocks of this rank
+        check_optimizer(self.optimizer)  # which now has blocks of this rank
 
     def _groups(self, document: Document) -> list[dict[str, Any]]:
         """The groups as torch writes them; values get the kinds that they have now."""

@@ -24,7 +24,7 @@ LAYOUTS = ("keep", "channels_last")
 
 
 @dataclass(frozen=True)
-class Wish:
+class KernelQuestion:
     """What is to be timed: a model, its input, threads and limits."""
 
     spec: str
@@ -63,27 +63,29 @@ class KernelRow:
         }
 
 
-def time_kernels(wish: Wish, report: Callable[[str], None] | None = None) -> list[KernelRow]:
+def time_kernels(
+    asked: KernelQuestion, report: Callable[[str], None] | None = None
+) -> list[KernelRow]:
     """Times, or looks up, every kernel on every convolution of a model."""
-    if wish.layout not in LAYOUTS:
-        raise ShardwiseError(f"layout {wish.layout!r} is not one of {', '.join(LAYOUTS)}")
-    if wish.threads is not None and wish.threads < 1:
-        raise ShardwiseError(f"{wish.threads} threads: at least 1 is needed")
+    if asked.layout not in LAYOUTS:
+        raise ShardwiseError(f"layout {asked.layout!r} is not one of {', '.join(LAYOUTS)}")
+    if asked.threads is not None and asked.threads < 1:
+        raise ShardwiseError(f"{asked.threads} threads: at least 1 is needed")
     before = torch.get_num_threads()
-    torch.set_num_threads(wish.threads or before)
+    torch.set_num_threads(asked.threads or before)
     try:
-        return _time(wish, report)
+        return _time(asked, report)
     finally:
         torch.set_num_threads(before)
 
 
-def _time(wish: Wish, report: Callable[[str], None] | None) -> list[KernelRow]:
-    model = load_model(wish.spec, **wish.options)
-    x = torch.randn(wish.shape or default_shape(wish.spec, wish.batch))
-    if wish.layout == "channels_last":
+def _time(asked: KernelQuestion, report: Callable[[str], None] | None) -> list[KernelRow]:
+    model = load_model(asked.spec, **asked.options)
+    x = torch.randn(asked.shape or default_shape(asked.spec, asked.batch))
+    if asked.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
-    memory = MEMORY_BYTES if wish.memory is None else parse_size(wish.memory)
-    tuner, rows = Tuner(memory, wish.exact), []
+    memory = MEMORY_BYTES if asked.memory is None else parse_size(asked.memory)
+    tuner, rows = Tuner(memory, asked.exact), []
     for seen in convolutions(model, x):
         if report is not None:
             report(seen.name)

@@ -129,10 +129,10 @@ def kernels(
     One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
     timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
     """
-    from shardwise.cli.kernel_table import Wish, kernel_table, time_kernels
+    from shardwise.cli.kernel_table import KernelQuestion, kernel_table, time_kernels
     from shardwise.specs.model_spec import parse_shape
 
-    wish = Wish(
+    wish = KernelQuestion(
         spec=model,
         shape=parse_shape(shape[0]) if shape else None,
         batch=batch,

@@ -23,7 +23,7 @@ from shardwise.comm.carrying import (
     wired,
 )
 from shardwise.comm.numbers import added, check_summed, known_to_backends
-from shardwise.comm.pending import ANYTHING, About, Carried, Flight, Pending
+from shardwise.comm.pending import ANYTHING, About, Carried, Communication, Pending
 from shardwise.comm.ranks import Ranks
 from shardwise.comm.schedules import ALGORITHMS, Rounds, Switches, schedule
 from shardwise.comm.summing import start_sum
@@ -77,15 +77,15 @@ class Communicator(Ranks):
         sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
         staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
         peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
-        flight = Flight(self, action, peers, about)
+        talk = Communication(self, action, peers, about)
         if self.backend == "nccl":
             steps = [(dist.irecv, *message) for message in staged]
             steps += [(dist.isend, *message) for message in sends]
             operations = [dist.P2POp(do, t, self._global[p], group) for do, p, t in steps]
             works = dist.batch_isend_irecv(operations) if operations else []
         else:
-            works = [receive(flight, peer, buffer, group) for peer, buffer in staged]
-            works += [send(flight, peer, tensor, group) for peer, tensor in sends]
+            works = [receive(talk, peer, buffer, group) for peer, buffer in staged]
+            works += [send(talk, peer, tensor, group) for peer, tensor in sends]
 
         def finish() -> None:
             _ = sends  # alive until they have left
@@ -93,7 +93,7 @@ class Communicator(Ranks):
                 if buffer is not arrived:
                     buffer.copy_(arrived)
 
-        return Pending(works, finish, flight)
+        return Pending(works, finish, talk)
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -108,12 +108,12 @@ class Communicator(Ranks):
             return self._exchange(sends, others, about, "gather", ranks)
         staged, x = [self._stage(part, empty=True) for part in parts], self._stage(x)
         group = self._subgroup(ranks)
-        flight = Flight(self, "gather", ranks, about)
-        with flight.starting():
-            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), parts)
+        talk = Communication(self, "gather", ranks, about)
+        with talk.starting():
+            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), parts)
             raw = [self._raw(part) for part in staged]
             work = dist.all_gather(raw, self._raw(x), group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back(parts, staged, x), flight)
+        return self._carried(notes, work, lambda: _copy_back(parts, staged, x), talk)
 
     def reduce_scatter(
         self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
@@ -127,11 +127,11 @@ class Communicator(Ranks):
             return self._sum_directly(ranks, y, parts, about)
         staged, group = self._stage(known_to_backends(y), empty=True), self._subgroup(ranks)
         parts = [self._stage(known_to_backends(part)) for part in parts]
-        flight = Flight(self, "sum of parts", ranks, about)
-        with flight.starting():
-            notes = announce(flight, ranks, group, y.dtype, parts, [staged] * len(ranks))
+        talk = Communication(self, "sum of parts", ranks, about)
+        with talk.starting():
+            notes = announce(talk, ranks, group, y.dtype, parts, [staged] * len(ranks))
             work = dist.reduce_scatter(staged, parts, group=group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back([y], [staged], parts), flight)
+        return self._carried(notes, work, lambda: _copy_back([y], [staged], parts), talk)
 
     def all_to_all(
         self,
@@ -154,9 +154,9 @@ class Communicator(Ranks):
         arrived = torch.empty(
             sum(t.numel() for t in receives), dtype=outgoing.dtype, device=outgoing.device
         )
-        flight = Flight(self, "exchange", ranks, about)
-        with flight.starting():
-            notes = announce(flight, ranks, group, outgoing.dtype, sends, receives)
+        talk = Communication(self, "exchange", ranks, about)
+        with talk.starting():
+            notes = announce(talk, ranks, group, outgoing.dtype, sends, receives)
             work = dist.all_to_all_single(
                 self._raw(arrived),
                 self._raw(outgoing),
@@ -172,7 +172,7 @@ class Communicator(Ranks):
                 buffer.copy_(part.view(buffer.shape))
             _ = outgoing
 
-        return self._carried(notes, work, finish, flight)
+        return self._carried(notes, work, finish, talk)
 
     def all_reduce(
         self,
@@ -198,13 +198,13 @@ class Communicator(Ranks):
             rounds = schedule(algorithm, switches, self.rank, x.numel())
             return self.carry_out(rounds, ranks, x, about)
         staged, group = self._stage(known_to_backends(x)), self._subgroup(ranks)
-        flight = Flight(self, "sum", ranks, about)
-        with flight.starting():
-            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
+        talk = Communication(self, "sum", ranks, about)
+        with talk.starting():
+            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
             if not self.lane:  # somebody is about to wait for it anyway
                 notes = compare(notes)
             work = dist.all_reduce(staged, group=group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), flight)
+        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), talk)
 
     def _sum_halves(
         self, ranks: tuple[int, ...], x: torch.Tensor, about: About, algorithm: Algorithm | None
@@ -227,15 +227,15 @@ class Communicator(Ranks):
         assert self.lane, "messages of schedules need process groups of their own"
         staged, group = self._stage(x), self._subgroup(ranks)
         places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
-        flight = Flight(self, "sum", ranks, about)
-        with flight.starting():
-            notes = announce(flight, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
-        tag = tag_for(flight, ranks, x)
+        talk = Communication(self, "sum", ranks, about)
+        with talk.starting():
+            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
+        tag = tag_for(talk, ranks, x)
         work = start_sum(staged.view(-1), rounds, group, places, tag, self.timeout)
-        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), flight)
+        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), talk)
 
-    def _carried(self, notes: list[Any], work: Any, finish: Any, flight: Flight) -> Pending:
-        return Pending([Carried(notes, work, self.timeout)], finish, flight)
+    def _carried(self, notes: list[Any], work: Any, finish: Any, talk: Communication) -> Pending:
+        return Pending([Carried(notes, work, self.timeout)], finish, talk)
 
     def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
         """What was measured to be fastest, and without measurements what mostly is."""
@@ -274,19 +274,19 @@ class Communicator(Ranks):
         Which takes half the time of a message to and from each.
         """
         others = tuple(rank for rank in ranks if rank != self.rank)
-        flight = Flight(self, "sum", others, about)
-        if not wired(flight, ranks, x):
+        talk = Communication(self, "sum", others, about)
+        if not wired(talk, ranks, x):
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
         mine = self._stage(x.clone(memory_format=torch.contiguous_format))
         arrived = mine.new_empty((len(others), *x.shape))
-        with flight.starting():
-            parcels = swap(flight, mine, arrived)
+        with talk.starting():
+            parcels = swap(talk, mine, arrived)
 
         def finish() -> None:
             rows = dict(zip(others, arrived, strict=True)) | {self.rank: mine}
             x.copy_(added([rows[rank] for rank in ranks]))
 
-        return Pending(parcels, finish, flight)
+        return Pending(parcels, finish, talk)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
         """Replaces x by the root's."""
@@ -294,11 +294,11 @@ class Communicator(Ranks):
             return Pending([])
         staged, everybody = self._stage(x), tuple(range(self.size))
         about, sizes = About("the parameters"), [x] * self.size
-        flight = Flight(self, "broadcast", (root,) if self.rank != root else (), about)
-        with flight.starting():
-            compare(announce(flight, everybody, self.group, x.dtype, sizes, sizes))
+        talk = Communication(self, "broadcast", (root,) if self.rank != root else (), about)
+        with talk.starting():
+            compare(announce(talk, everybody, self.group, x.dtype, sizes, sizes))
             work = dist.broadcast(self._raw(staged), self._global[root], self.group, async_op=True)
-        return self._carried([], work, lambda: _copy_back([x], [staged], None), flight)
+        return self._carried([], work, lambda: _copy_back([x], [staged], None), talk)
 
     def in_lane(self, lane: str) -> Communicator:
         """The same ranks, over process groups of their own."""

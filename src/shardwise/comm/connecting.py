@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.comm.groups import Members
-from shardwise.comm.present import present
+from shardwise.comm.world_state import world_state
 
 MOST = 64  # ranks that are all connected with each other
 LOOPBACK = "127.0.0.1"
@@ -34,7 +34,7 @@ def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = U
 
     Each pair has a connection for messages and one for the alarm.
     """
-    now = present()
+    now = world_state()
     if members in now.wires.asked:
         return
     everywhere, found = False, None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from shardwise.comm.present import present
+from shardwise.comm.world_state import world_state
 
 SPIN = 200e-6  # seconds of asking without sleep: most messages of one host come within that
 NAP = 50e-6, 1e-3  # shortest and longest sleep of a rank that waits, which may share its core
@@ -79,7 +79,7 @@ class MPIWork(dist.Work):
             waited = time.monotonic() - start
             if waited > seconds:
                 raise RuntimeError(f"MPI: {self._what} was not over within {seconds:g} s")
-            present().alarm.check()
+            world_state().alarm.check()
             if waited < SPIN:
                 os.sched_yield()
             else:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.present import present
+from shardwise.comm.world_state import world_state
 from shardwise.errors import LostPeer, ShardwiseError
 
 if TYPE_CHECKING:
@@ -55,26 +55,26 @@ class Pending:
         self,
         works: list[Any],
         finish: Callable[[], None] | None = None,
-        flight: Flight | None = None,
+        talk: Communication | None = None,
     ) -> None:
-        self._works, self._finish, self._flight = works, finish, flight
-        if flight is not None and works:
-            flight.watch(works)
+        self._works, self._finish, self._talk = works, finish, talk
+        if talk is not None and works:
+            talk.watch(works)
 
     def wait(self) -> None:
-        if self._works and self._flight is not None:
-            self._flight.wait(self._works)
+        if self._works and self._talk is not None:
+            self._talk.wait(self._works)
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
 
 
-class Flight:
+class Communication:
     """One communication: who waits for whom, for what, and how long."""
 
     def __init__(self, comm: Ranks, action: str, peers: Iterable[int], about: About) -> None:
-        self.present = present()
-        self.present.alarm.check()
+        self.world_state = world_state()
+        self.world_state.alarm.check()
         self.comm, self.action, self.peers, self.about = comm, action, tuple(peers), about
         self._begin = self._landed = comm.timeline.now() if comm.timeline.on else 0.0
 
@@ -148,10 +148,10 @@ def complaint(
     comm: Ranks, action: str, peers: Iterable[int], about: About, error: Exception
 ) -> str:
     """One sentence about a communication that failed: who waited for whom, and in what."""
-    others = [str(comm.name_of(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
+    others = [str(comm.global_rank(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
     whom = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}" if others else "the others"
     return (
-        f"rank {comm.name_of(comm.rank)} waited in vain for {whom} in the {action} of "
+        f"rank {comm.global_rank(comm.rank)} waited in vain for {whom} in the {action} of "
         f"{about.name}: {_reason(error)}"
     )
 

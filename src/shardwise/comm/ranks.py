@@ -15,10 +15,10 @@ from shardwise.comm.carrying import HOST_ONLY, announce, compare
 from shardwise.comm.connecting import ALARM, USES, connect
 from shardwise.comm.groups import Members, backend_of, group_of, known_group
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.pending import About, Flight
-from shardwise.comm.present import present
+from shardwise.comm.pending import About, Communication
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import LostConnection
+from shardwise.comm.world_state import world_state
 from shardwise.errors import ShardwiseError
 
 TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
@@ -50,15 +50,15 @@ class Ranks:
         self._backend = backend_of(group)
         # Groups of lanes wait as long as the group that they belong to.
         self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
-        if group is not None and group not in present().groups:
-            present().groups.append(group)
+        if group is not None and group not in world_state().groups:
+            world_state().groups.append(group)
 
     @property
     def backend(self) -> str:
         """What torch moves tensors with."""
         return self._backend
 
-    def name_of(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The number of a rank of this group among all processes."""
         return self._global[rank]
 
@@ -70,21 +70,21 @@ class Ranks:
 
     def abort(self, reason: str) -> None:
         """Ends what all other ranks wait for, now and later, with this rank's reason."""
-        self.fail(f"rank {self.name_of(self.rank)} failed: {reason}")
+        self.fail(f"rank {self.global_rank(self.rank)} failed: {reason}")
 
     def fail(self, sentence: str) -> None:
         """Tells all ranks that nothing can be sent any more; only the first sentence counts."""
         if self.size > 1:
-            present().alarm.sound(sentence)
+            world_state().alarm.sound(sentence)
 
     def check(self) -> None:
         """Raises what ended this world, if something has: nobody knows what is under way."""
         if self.size > 1:
-            present().alarm.check()
+            world_state().alarm.check()
 
     def heard(self, seconds: float) -> str:
         """The sentence of another rank's failure, if it becomes known in this time."""
-        return present().alarm.heard(seconds)
+        return world_state().alarm.heard(seconds)
 
     def lost_by(self, error: Exception) -> tuple[int, ...]:
         """The rank at the other end of a connection of our own that was lost, if it was that."""
@@ -94,7 +94,7 @@ class Ranks:
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
         """Within, messages say that they belong to this: "the forward pass", say."""
-        now = present()
+        now = world_state()
         before, now.phase = now.phase, phase
         try:
             yield
@@ -112,9 +112,10 @@ class Ranks:
             return
         for rank, others in enumerate(self.gather_objects(missing)):
             if others != missing:
+                other, own = self.global_rank(rank), self.global_rank(self.rank)
                 raise Mismatch(
-                    f"rank {self.name_of(rank)} makes groups of ranks {others}, and rank "
-                    f"{self.name_of(self.rank)} of {missing}; the ranks do not do the same thing"
+                    f"rank {other} makes groups of ranks {others}, and rank {own} of {missing}; "
+                    "the ranks do not do the same thing"
                 )
         for ranks in missing:
             group_of(self.lane, self.members(ranks), self.timeout)
@@ -123,7 +124,7 @@ class Ranks:
         """The first time, all ranks together."""
         uses = {"gloo": USES, "mpi4py": (ALARM,)}.get(self._backend)
         if uses and self.size > 1:
-            with Flight(self, "exchange", range(self.size), AGREEMENT).starting():
+            with Communication(self, "exchange", range(self.size), AGREEMENT).starting():
                 connect(self._global, self._global[self.rank], self._gathered, uses)
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
@@ -162,9 +163,9 @@ class Ranks:
             return [value]
         everybody = tuple(range(self.size))
         self._connect()
-        flight = Flight(self, "exchange", everybody, AGREEMENT)
-        with flight.starting():
-            compare(announce(flight, everybody, self.group))
+        talk = Communication(self, "exchange", everybody, AGREEMENT)
+        with talk.starting():
+            compare(announce(talk, everybody, self.group))
             return self._gathered(value)
 
     def _gathered(self, value: Any) -> list[Any]:

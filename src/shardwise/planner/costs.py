@@ -30,7 +30,7 @@ STATISTICS = 8  # bytes of a number in the sums of a norm
 ROUNDING = 1 + 1e-9
 
 
-class _Judge:
+class _Appraisal:
     """One layer under many configs: what its strategy says, stack by stack, as arrays of costs."""
 
     def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
@@ -212,7 +212,7 @@ class Costs:
 
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""
-        costs = _Judge(self, layer, configs).costs()
+        costs = _Appraisal(self, layer, configs).costs()
         if self.world > MANY:
             self.stacks.forget()
         return costs

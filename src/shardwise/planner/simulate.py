@@ -18,9 +18,9 @@ from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.costs import STATISTICS
-from shardwise.planner.lanes import Lanes
 from shardwise.planner.layer_costs import Roofline, Timer, Training
 from shardwise.planner.links import Network
+from shardwise.planner.port_queues import PortQueues
 from shardwise.planner.rings import segments_of
 from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine
@@ -71,7 +71,7 @@ class _Simulator:
         self.world, self.trainable = plan.world, trainable
         self.trace = Trace(plan.world)
         self.clock = np.zeros(plan.world)  # when each rank is free to compute
-        self.lanes = Lanes(network)
+        self.lanes = PortQueues(network)
         self.ready: dict[str, np.ndarray] = {}  # when each value is there
         self.arriving: dict[str, _Arriving] = {}  # values still on their way
         self.coming: dict[str, list[_Arriving]] = {}  # parts of gradients still on their way

@@ -154,7 +154,7 @@ class GradientSums:
         self.written: set[str] = set()
         self.whole: Tensors = {}  # gradients that need no sum
         self.pending: list[tuple[frozenset[str], Pending]] = []
-        self.late = Late()
+        self.late = DelayedGradients()
         self.handed: Tensors = {}  # what is in `.grad` while the sums go on
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
@@ -192,7 +192,10 @@ class GradientSums:
             pending.wait()
 
     def finish(
-        self, reached: Collection[str], delayed: Late | None = None, wait: str = "backward"
+        self,
+        reached: Collection[str],
+        delayed: DelayedGradients | None = None,
+        wait: str = "backward",
     ) -> Tensors:
         """The gradients of this rank's blocks, after all sums or ("step") while these go on.
 
@@ -239,7 +242,7 @@ class GradientSums:
                 "Engine(wait='backward')"
             )
 
-    def _put_off(self, delayed: Late, reached: Collection[str]) -> frozenset[str]:
+    def _put_off(self, delayed: DelayedGradients, reached: Collection[str]) -> frozenset[str]:
         """Sums that go on become gradients that are late; in the order in which they started."""
         names = frozenset(name for own, _ in self.pending for name in own)
         for own, pending in self.pending:
@@ -282,7 +285,7 @@ class EngineChoice:
 
 
 @dataclass(eq=False)
-class Late:
+class DelayedGradients:
     """Gradients that are computed when they are due: the parameters of a layer, and how."""
 
     entries: list[tuple[list[str], Gradients]] = field(default_factory=list)

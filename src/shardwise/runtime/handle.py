@@ -23,10 +23,10 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
 from shardwise.plans.trace import Trace
 from shardwise.runtime.agreement import together
+from shardwise.runtime.backward_pass import check_summed
 from shardwise.runtime.block import plain
 from shardwise.runtime.interpreter import Tensors
 from shardwise.runtime.state import State
-from shardwise.runtime.way_back import check_summed
 from shardwise.runtime.weights import gather_whole
 
 

@@ -37,7 +37,7 @@ class Types:
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         """As values between layers are kept."""
-        return x if self.precision is None else as_real(x, self.precision)
+        return x if self.precision is None else cast_floats(x, self.precision)
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,12 @@ def _function(op: Op, types: Types, local: Local) -> Function:
             if not tensors[index].numel():
                 tensors[index] = tensors[index].reshape(whole)
         if cast is not None:
-            tensors = [as_real(tensor, cast) for tensor in tensors]
+            tensors = [cast_floats(tensor, cast) for tensor in tensors]
         y = compute(tensors)
         if not y.ndim:
             y = y.reshape(1)
         if precision is not None:
-            y = as_real(y, precision)
+            y = cast_floats(y, precision)
         if y.shape != shape or y.dtype != dtype:
             raise ShardwiseError(
                 f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "
@@ -221,7 +221,7 @@ def _nothing(
     return torch.cat(parts).reshape(shape)
 
 
-def as_real(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_floats(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Of this dtype, unless it holds whole numbers."""
     return x.to(dtype) if x.is_floating_point() else x
 

@@ -22,13 +22,13 @@ from shardwise.modules import copy_structure
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agreement import agree_on, agree_to_start, checksum, together
-from shardwise.runtime.blank import Blanks, check_attributes, valued_names
 from shardwise.runtime.handle import Handle
+from shardwise.runtime.optimizer_checks import note_originals
 from shardwise.runtime.originals import warn_when_saved
 from shardwise.runtime.passes import run
 from shardwise.runtime.splitting import split_tensors
 from shardwise.runtime.state import State
-from shardwise.runtime.stepping import note_originals
+from shardwise.runtime.uninitialized import Uninitialized, check_attributes, valued_names
 from shardwise.runtime.weights import close_tables, guard_blocks, whole_tensors
 
 
@@ -164,7 +164,7 @@ class ParallelModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves or casts all tensors; those without values have none afterwards either."""
         state: State | None = self.__dict__.get("_shardwise")
-        with nullcontext() if state is None else state.staying_blank():
+        with nullcontext() if state is None else state.keeping_uninitialized():
             return super()._apply(fn, recurse)
 
     def __getattr__(self, name: str) -> Any:
@@ -203,7 +203,7 @@ class ParallelModel(nn.Module):
         twin.__dict__ = copy.deepcopy(own, memo)
         if state is not None:
             copied = twin.__dict__["_shardwise"] = state.twin()
-            with state.staying_blank(copied):
+            with state.keeping_uninitialized(copied):
                 copied.adopt(twin)
         return twin
 
@@ -237,7 +237,7 @@ def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)
-    state.blanks = Blanks(blank, unchecked=bool(blank))
+    state.blanks = Uninitialized(blank, unchecked=bool(blank))
     note_originals(model, root)
     warn_when_saved(model, root)
     return root

@@ -20,12 +20,12 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
 from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Intent, agree, together
+from shardwise.runtime.backward_pass import Pass, run_backward_pass
 from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
 from shardwise.runtime.interpreter import Runtime, Tensors
 from shardwise.runtime.lowering import Types
 from shardwise.runtime.state import State
-from shardwise.runtime.way_back import Pass, go_back
 from shardwise.runtime.wrapping import Wrap, recorded, settled, watched
 from shardwise.tensors import memory_format_of
 
@@ -293,7 +293,7 @@ class _Node(torch.autograd.Function):
         again = torch.is_grad_enabled()  # create_graph=True
         phase = together(made.state.comm, "the backward pass")
         with torch.no_grad(), without_autocast(gradients), phase:
-            found = go_back(made, gradients, wanted, again)
+            found = run_backward_pass(made, gradients, wanted, again)
         if again:
             found = _First.apply(made.state.name, torch.empty(0, requires_grad=True), *found)
         return None, None, *found

@@ -25,10 +25,16 @@ from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Program, check_held, param_layouts
-from shardwise.runtime.blank import Blanks
 from shardwise.runtime.bound import Bound
-from shardwise.runtime.gradient_sums import Buffers, Chunks, EngineChoice, GradientSums, Late
+from shardwise.runtime.gradient_sums import (
+    Buffers,
+    Chunks,
+    DelayedGradients,
+    EngineChoice,
+    GradientSums,
+)
 from shardwise.runtime.interpreter import Tensors
+from shardwise.runtime.uninitialized import Uninitialized
 from shardwise.runtime.wrapping import Watch
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
@@ -74,13 +80,13 @@ class State:
         self.holds = False  # sums of gradients are left for later: no_sync()
         self.buffers = Buffers()
         self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
-        self.late = Late()  # gradients that wait for an optimizer that delays updates
+        self.late = DelayedGradients()  # gradients that wait for an optimizer that delays updates
         self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
         self._bound: dict[Any, Bound] = {}  # the last used is last
         self.modules: dict[str, Any] = {}
         self.name = "model"  # of the original's class
         self._places: list[tuple[str, str, dict[str, nn.Parameter | None]]] = []
-        self.blanks = Blanks({}, unchecked=False)
+        self.blanks = Uninitialized({}, unchecked=False)
 
     def adopt(self, root: nn.Module) -> None:
         """Takes note of the modules of the model that this is about."""
@@ -123,7 +129,7 @@ class State:
             self.blanks.check(self._tensors(), self.comm)
 
     @contextmanager
-    def staying_blank(self, copied: State | None = None) -> Iterator[None]:
+    def keeping_uninitialized(self, copied: State | None = None) -> Iterator[None]:
         """What has no values has none afterwards either, though its tensors become others.
 
         These are of the same model, or of a copy of it.
@@ -133,7 +139,7 @@ class State:
         if blank is not None:
             twin = copied or self
             own = twin._tensors()
-            twin.blanks = Blanks({name: own[name] for name in blank})
+            twin.blanks = Uninitialized({name: own[name] for name in blank})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return dict(named_tensors(self.modules[""]))

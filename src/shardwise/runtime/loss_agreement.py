@@ -23,7 +23,7 @@ HALF_TOLERANCE = 3e-2  # where gradients have 16 bits
 FIELDS = 3  # numbers of each output: whether it has a gradient, its norm, its projection
 
 
-class Entrance:
+class LossAgreement:
     """What this rank goes into backward with, and what all others do, once it is asked for."""
 
     def __init__(

@@ -13,7 +13,7 @@ from shardwise.comm.headers import header, lane_number
 from shardwise.comm.wires import Wires
 
 
-class Present:
+class WorldState:
     """Connections, the alarm, and how many messages have gone each way."""
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ class Present:
         self.wires.close()
 
 
-_present: Present | None = None
+_state: WorldState | None = None
 
 
-def present() -> Present:
+def world_state() -> WorldState:
     """That of the present world: the connections of one that has ended are closed."""
-    global _present
-    if _present is None or _present.world is not dist.group.WORLD:
-        if _present is not None:
-            _present.close()
-        _present = Present()
-    return _present
+    global _state
+    if _state is None or _state.world is not dist.group.WORLD:
+        if _state is not None:
+            _state.close()
+        _state = WorldState()
+    return _state
 
 
 def _default_store() -> Any:

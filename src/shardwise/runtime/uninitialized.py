@@ -33,7 +33,7 @@ def blank_like(tensor: torch.Tensor, home: torch.device | None) -> torch.Tensor:
         return room.fill_(0 if room.dtype == torch.bool else torch.iinfo(room.dtype).min)
 
 
-class Blanks:
+class Uninitialized:
     """Tensors of a model that have no values, by their names; true until all have been checked.
 
     It is so on all ranks together, even on one that has nothing but empty blocks.

@@ -17,9 +17,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.plans.program import Program
 from shardwise.runtime.agreement import Disagreement, together
-from shardwise.runtime.entering import Entrance
 from shardwise.runtime.gradient_sums import GradientSums
 from shardwise.runtime.interpreter import Runtime, Tensors
+from shardwise.runtime.loss_agreement import LossAgreement
 from shardwise.runtime.state import State
 from shardwise.runtime.unsummed import hold, refusal, release, unsummed
 
@@ -35,7 +35,7 @@ class Pass:
     spent: bool = False  # its way back has been gone, and nothing was retained
 
 
-def go_back(
+def run_backward_pass(
     made: Pass, gradients: Sequence[Any], wanted: Sequence[bool], at_once: bool
 ) -> list[Any]:
     """The gradients of the inputs, and those of the parameters unless they come later."""
@@ -132,11 +132,11 @@ def _is_filled(param: torch.Tensor) -> bool:
 
 def _enter(
     program: Program, gradients: Sequence[Any], holds: bool, state: State
-) -> tuple[Entrance, list[str]]:
+) -> tuple[LossAgreement, list[str]]:
     """What all ranks go back with, and the outputs that the loss of any of them depends on."""
     named = zip(program.outputs, gradients, strict=True)
     known = [(name, g) for name, g in named if name in program.differentiable]
-    entry = Entrance([g for _, g in known], holds, state.output == "full", state.comm)
+    entry = LossAgreement([g for _, g in known], holds, state.output == "full", state.comm)
     flags = zip(known, entry.used(), strict=True)
     return entry, list(dict.fromkeys(name for (name, _), is_used in flags if is_used))
 

@@ -62,7 +62,7 @@ def note_originals(original: nn.Module, root: nn.Module) -> None:
         _wrapped[param] = [*live, (wrapped, name)]
 
 
-def look_over(optimizer: Optimizer, *_: Any) -> None:
+def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Raises where an optimizer would be wrong on blocks; what it keeps becomes that of blocks."""
     if _seen(optimizer):
         return
@@ -214,4 +214,4 @@ def _gathered(param: BlockParameter, kept: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-register_optimizer_step_pre_hook(look_over)
+register_optimizer_step_pre_hook(check_optimizer)

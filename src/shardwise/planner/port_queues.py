@@ -7,7 +7,7 @@ import numpy as np
 from shardwise.planner.links import Level, Network
 
 
-class Lanes:
+class PortQueues:
     """The ports of all levels, each of which serves one transfer after the other."""
 
     def __init__(self, network: Network) -> None:
