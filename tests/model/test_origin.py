@@ -93,3 +93,9 @@ def test_plans_are_pickled_without_what_they_were_captured_with() -> None:
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.findings.costs.graph.origin is None
     torch.testing.assert_close(shardwise.parallelize(model, again)(x), model(x))
+
+
+def test_an_input_without_memory_takes_none() -> None:
+    with torch.device("meta"):
+        model, x = Net(), torch.empty(1 << 24, 3, 64, 64)  # 768 GiB
+    assert shardwise.capture(model, x)["conv"].shape == (1 << 24, 4, 64, 64)

@@ -36,7 +36,7 @@ def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
     """
     check_example(model, inputs)
     home = next((param.device for param in model.parameters()), torch.device("cpu"))
-    if not all(x.is_contiguous() and x.device == home for x in inputs):
+    if not all(x.is_contiguous() and x.device == home and not x.is_meta for x in inputs):
         return Captured(model, inputs, training=True).graph(inputs[0].shape[0])
     shapes, dtypes = (tuple(tuple(x.shape) for x in inputs), tuple(x.dtype for x in inputs))
     graphs, seen = ModelGraphs(model, shapes, dtypes), fingerprint_of(model)
