@@ -14,7 +14,11 @@ import shardwise
 from exactness import seeded
 from shardwise.model import capture
 
-FACTOR = 2.0
+FACTOR, TERMS = 2.0, [1.0, 2.0]
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x * term for term in TERMS]).sum(0)
 
 
 class Net(nn.Module):
@@ -26,7 +30,7 @@ class Net(nn.Module):
         self.scale = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.conv(x)) * self.scale * FACTOR * self.power
+        return helper(self.act(self.conv(x)) * self.scale * FACTOR * self.power)
 
 
 def change_nothing(model: nn.Module, patch: Any) -> None:
@@ -49,6 +53,10 @@ def change_global(model: nn.Module, patch: Any) -> None:
     patch.setitem(globals(), "FACTOR", 5.0)
 
 
+def change_what_a_helper_reads(model: nn.Module, patch: Any) -> None:
+    patch.setitem(globals(), "TERMS", [1.0, 5.0])
+
+
 def change_forward(model: Any, patch: Any) -> None:
     patch.setattr(Net, "forward", lambda self, x: self.conv(x))
 
@@ -58,6 +66,7 @@ def freeze(model: Any, patch: Any) -> None:
 
 
 CHANGES = [change_attribute, change_module, change_class, change_global, change_forward, freeze]
+CHANGES.append(change_what_a_helper_reads)
 
 
 @pytest.mark.parametrize("change", [change_nothing, *CHANGES])

@@ -24,11 +24,8 @@ EMPTY = memoryview(b"")
 
 def send(talk: Communication, peer: int, x: torch.Tensor, group: Any) -> Any:
     """Starts a message to a rank."""
-    comm, wires, member = (
-        talk.comm,
-        talk.world_state.wires,
-        talk.comm.global_rank(peer),
-    )
+    comm, wires = talk.comm, talk.world_state.wires
+    member = comm.global_rank(peer)
     with talk.starting((peer,)):
         connected, inside = _ways(talk, (comm.rank, peer), x)
         said = _header(talk, member, True, x, inside)
@@ -40,11 +37,8 @@ def send(talk: Communication, peer: int, x: torch.Tensor, group: Any) -> Any:
 
 def receive(talk: Communication, peer: int, buffer: torch.Tensor, group: Any) -> Any:
     """Awaits a message from a rank."""
-    comm, wires, member = (
-        talk.comm,
-        talk.world_state.wires,
-        talk.comm.global_rank(peer),
-    )
+    comm, wires = talk.comm, talk.world_state.wires
+    member = comm.global_rank(peer)
     with talk.starting((peer,)):
         connected, inside = _ways(talk, (comm.rank, peer), buffer)
         said, lane = _header(talk, member, False, buffer, inside), lane_number(comm.lane)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import isfunction
+from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -28,8 +29,10 @@ class Fingerprint:
         own = [item for item in _items(tables) if item[1] not in INTERNAL]
         hooks = [(path, {name: table[name] for name in HOOKS}) for path, table in tables]
         kinds = dict.fromkeys(kind for m in modules.values() for kind in type(m).__mro__)
+        held = [value for *_, value in own if isfunction(value)]
+        outside = [*_written(kinds), *_outside(held, set())]
         # Values are kept beside their tokens, so that no other object gets their place in memory.
-        self.values = [*own, *_items(hooks), *_items(_written(kinds))]
+        self.values = [*own, *_items(hooks), *_items(outside)]
         first: dict[int, str] = {}
         self.tensors = [
             (name, first.setdefault(id(x), name), type(x), x.requires_grad, _lies(x))
@@ -58,15 +61,39 @@ def _items(tables: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[tuple[An
             yield of, name, token(value), value
 
 
-def _written(kinds: Iterable[type]) -> Iterator[tuple[type, Mapping[str, Any]]]:
-    """What classes that are not torch's hold, and the globals that their functions name."""
+def _written(kinds: Iterable[type]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """What classes that are not torch's hold, and what their functions read from outside."""
+    seen: set[int] = set()
     for kind in kinds:
-        if not kind.__module__.startswith(("torch.", "builtins")):
-            table = dict(vars(kind))
-            for function in filter(isfunction, vars(kind).values()):
-                named = function.__globals__.keys() & set(function.__code__.co_names)
-                table |= {f"global {name}": function.__globals__[name] for name in sorted(named)}
-            yield kind, table
+        if not _is_torchs(kind):
+            yield kind, vars(kind)
+            yield from _outside(filter(isfunction, vars(kind).values()), seen)
+
+
+def _outside(functions: Iterable[Any], seen: set[int]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Globals and variables around functions, and around those that these call."""
+    for function in functions:
+        if id(function) in seen or _is_torchs(function):
+            continue
+        seen.add(id(function))
+        names = sorted(function.__globals__.keys() & set(_names(function.__code__)))
+        found = {name: function.__globals__[name] for name in names}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        found |= {f"{name} around": cell.cell_contents for name, cell in cells}
+        yield function, found
+        yield from _outside(filter(isfunction, found.values()), seen)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What a function reads by name, the functions inside it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_torchs(value: Any) -> bool:
+    return value.__module__ is None or value.__module__.startswith(("torch.", "builtins"))
 
 
 def fingerprint_of(model: nn.Module) -> Fingerprint | None:
