@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardwise.plans.program import Program, Run
+
 WAITS = ("backward", "step", "use")
 MODES = ("end", "layer", "chunks", "buckets")
 PARTS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)  # of the layers, that "auto" tries as first chunk
@@ -48,20 +50,57 @@ class Engine:
         tried = {max(1, round(part * num_layers)) for part in PARTS}
         return [replace(self, last=last) for last in sorted(tried)]
 
-    def flushes(self, index: int, pending: float) -> bool:
-        """Whether to sum what is pending after the index-th layer with weights, last first."""
+    def chunks(self, sizes: Iterable[float]) -> list[int]:
+        """How many layers each chunk has, from the bytes of all layers with weights, last first."""
+        found, count, pending = [], 0, 0.0
+        for index, nbytes in enumerate(sizes):
+            count, pending = count + 1, pending + nbytes
+            if self._flushes(index, pending):
+                found.append(count)
+                count, pending = 0, 0.0
+        return [*found, count] if count else found
+
+    def _flushes(self, index: int, pending: float) -> bool:
+        """Whether to sum what is pending after the index-th layer with weights."""
         if self.mode == "layer":
             return True
         if self.mode == "chunks":
             return index + 1 == self.last
         return self.mode == "buckets" and pending >= self.bucket
 
-    def chunks(self, sizes: Iterable[float]) -> list[int]:
-        """How many layers each chunk has, from the bytes of all layers with weights, last first."""
-        found, count, pending = [], 0, 0.0
-        for index, nbytes in enumerate(sizes):
-            count, pending = count + 1, pending + nbytes
-            if self.flushes(index, pending):
-                found.append(count)
-                count, pending = 0, 0.0
-        return [*found, count] if count else found
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters whose gradients are summed together."""
+
+    params: tuple[str, ...]
+    start: int  # the position in the backward pass after which their sums start
+
+    @property
+    def label(self) -> str:
+        """The layers that these parameters belong to."""
+        layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in self.params))
+        return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def gradient_chunks(program: Program, engine: Engine, itemsize: int) -> list[Chunk]:
+    """What a program sums, and when: parameters by the block of backward that completes them."""
+    last: dict[str, int] = {}
+    for position, step in enumerate(program.backward):
+        if isinstance(step, Run):
+            last |= {name: position for name in step.params if name not in program.gathered}
+    layers: dict[int, tuple[str, ...]] = {}
+    for name, position in last.items():
+        layers[position] = (*layers.get(position, ()), name)
+    positions = sorted(layers)
+    sizes = [
+        sum(float(program.params[name].numels.max()) * itemsize for name in layers[position])
+        for position in positions
+    ]
+    found, first = [], engine.held
+    for count in engine.chunks(sizes[engine.held :]):
+        group = positions[first : first + count]
+        found.append(Chunk(tuple(n for position in group for n in layers[position]), group[-1]))
+        first += count
+    held = positions[: engine.held]
+    return [*found, *(Chunk(layers[position], positions[-1]) for position in held)]

@@ -15,11 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm import About
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
+from shardwise.plans.interpreter import backward
 from shardwise.plans.program import Program
 from shardwise.runtime.agreement import Disagreement, together
 from shardwise.runtime.gradient_sums import GradientSums
-from shardwise.runtime.interpreter import Runtime, Tensors
 from shardwise.runtime.loss_agreement import LossAgreement
+from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.unsummed import hold, refusal, release, unsummed
 
@@ -29,7 +30,7 @@ class Pass:
     """What a pass keeps for its way back."""
 
     state: State
-    runtime: Runtime
+    machine: RankMachine
     params: Tensors
     holds: bool = False  # it was made under no_sync()
     spent: bool = False  # its way back has been gone, and nothing was retained
@@ -39,18 +40,22 @@ def run_backward_pass(
     made: Pass, gradients: Sequence[Any], wanted: Sequence[bool], at_once: bool
 ) -> list[Any]:
     """The gradients of the inputs, and those of the parameters unless they come later."""
-    state, runtime, program = made.state, made.runtime, made.runtime.program
+    state, machine, program = made.state, made.machine, made.machine.program
     holds = made.holds and state.holds and not at_once and not _autograd_wants(made)
     entry, used = _enter(program, gradients, holds, state)
-    values, stored = runtime.bound.reached(used)
+    reached = machine.bound.reached(used)
     state.wait_for_sums()  # of a step before, whose buffers are used again
     if state.settle is not None and state.choice.engine.wait == "use":
         state.settle(None)
     begin = time.perf_counter()
-    sums = state.gradient_sums(runtime.bound, made.params, entry.all_hold())
+    sums = state.gradient_sums(machine.bound, made.params, entry.all_hold())
     waited = {} if sums.held else _taken_up(made, sums)
     parts = _own_parts(program, gradients, state.output == "full")
-    inputs = runtime.backward(parts, sums, values, keep=not made.spent)
+    parts = {name: machine.types.kept(gradient) for name, gradient in parts.items()}
+    back = machine.turned(sums, keeps=not made.spent)
+    inputs = backward(program, back, parts, reached.positions) | back.whole_gradients
+    if made.spent:
+        machine.tapes.clear()
     try:
         entry.check()
     except Disagreement:  # all ranks stay in step
@@ -58,20 +63,20 @@ def run_backward_pass(
         raise
     for name in waited:
         release(made.params[name])
-    found = _finished(made, sums, stored | waited.keys(), at_once, begin)
+    found = _finished(made, sums, reached.params | waited.keys(), at_once, begin)
     summed = [
         _input_gradient(state, program, name, inputs.get(name)) if needed else None
         for name, needed in zip(program.inputs, wanted, strict=True)
     ]
-    for name in stored & made.params.keys():
-        leaf = runtime.leaves[name]
+    for name in reached.params & made.params.keys():
+        leaf = machine.leaves[name]
         if not leaf.numel():  # this rank has none of it to sum, and optimizers do as all others
             found[name] = torch.zeros_like(leaf)
     return [*summed, *(found.pop(name, None) for name in made.params)]
 
 
 def _finished(
-    made: Pass, sums: GradientSums, stored: set[str], at_once: bool, begin: float
+    made: Pass, sums: GradientSums, stored: Collection[str], at_once: bool, begin: float
 ) -> Tensors:
     """The gradients that autograd is to add up: not those that wait for their sums."""
     state = made.state

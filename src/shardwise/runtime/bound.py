@@ -14,11 +14,19 @@ from shardwise.comm.exchange import Delivery, Wait
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Gradients, Local, strategy_of
-from shardwise.plans.program import Cut, Move, Op, Program, Run, to_all
+from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
 
 Blocks = Mapping[int, BlockFunction]  # by the id of their Run
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a loss depends on, the same on all ranks."""
+
+    positions: frozenset[int]  # steps of the backward pass
+    params: frozenset[str]
 
 
 @dataclass(eq=False)
@@ -33,7 +41,7 @@ class Bound:
     # Gradients of some parameters that are computed when they are due: names, and how.
     late: list[tuple[list[str], Gradients]] = field(default_factory=list)
     _blocks: dict[Any, Blocks] = field(default_factory=dict)
-    _reached: dict[frozenset[str], Any] = field(default_factory=dict)
+    _reached: dict[frozenset[str], Reached] = field(default_factory=dict)
 
     def blocks(self, types: Types) -> Blocks:
         """The functions that this program's blocks are, for values of these types."""
@@ -113,12 +121,25 @@ class Bound:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def reached(self, outputs: Collection[str]) -> tuple[set[str], set[str]]:
-        """The layers, and the parameters, with a gradient where a loss depends on these outputs."""
+    def reached(self, outputs: Collection[str]) -> Reached:
+        """What has a gradient where a loss depends on these outputs."""
         key = frozenset(outputs)
         if key not in self._reached:
-            self._reached[key] = reached(self.graph, [self.program.origins[o] for o in key])
+            origins = self.program.origins
+            layers, params = reached(self.graph, [origins[name] for name in key])
+            positions = frozenset(
+                position
+                for position, step in enumerate(self.program.backward)
+                if not layers.isdisjoint(_layers_of(step, origins))
+            )
+            self._reached[key] = Reached(positions, frozenset(params))
         return self._reached[key]
+
+
+def _layers_of(step: Step, origins: Mapping[str, str]) -> list[str]:
+    if isinstance(step, Run):
+        return [op.local.layer.name for op in step.ops]
+    return [origins[step.target]]
 
 
 def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[str]]:

@@ -7,7 +7,7 @@ starts the same sums in the same order, whether it had samples or not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 from shardwise.comm import About, Communicator, Pending
 from shardwise.errors import ShardwiseError
 from shardwise.operators import Gradients
-from shardwise.plans.gradient_schedule import Engine
+from shardwise.plans.gradient_schedule import Engine, gradient_chunks
 from shardwise.plans.program import Program, Run
 
 Tensors = dict[str, torch.Tensor]
@@ -59,43 +59,18 @@ class Chunks:
     def of(
         cls, program: Program, params: Mapping[str, torch.Tensor], engine: Engine, rank: int
     ) -> Chunks:
-        """Parameters by the layer of backward that completes them, in the engine's chunks."""
-        last: dict[str, int] = {}
-        for position, step in enumerate(program.backward):
-            if isinstance(step, Run):
-                last |= {name: position for name in step.params if name not in program.gathered}
-        layers: dict[int, list[str]] = {}
-        for name, position in last.items():
-            layers.setdefault(position, []).append(name)
-        positions = sorted(layers)
+        """The chunks of the engine's schedule, as this rank's buffers."""
         itemsize = max((p.element_size() for p in params.values()), default=4)
-        sizes = [
-            sum(float(program.params[n].numels.max()) * itemsize for n in layers[position])
-            for position in positions
-        ]
-        late, positions = positions[: engine.held], positions[engine.held :]
-        groups, start = [], 0
-        for count in engine.chunks(sizes[engine.held :]):
-            groups.append(positions[start : start + count])
-            start += count
-        end = max(last.values(), default=0)
-        starts = [*((group, group[-1]) for group in groups), *(([one], end) for one in late)]
-        chunks = []
-        for group, start in starts:
-            names = [name for position in group for name in layers[position]]
-            chunks.append(PackedLayers(_label(names), start, _packs(names, program, params, rank)))
+        chunks = tuple(
+            PackedLayers(chunk.label, chunk.start, _packs(chunk.params, program, params, rank))
+            for chunk in gradient_chunks(program, engine, itemsize)
+        )
         used = [n for step in program.backward if isinstance(step, Run) for n in step.params]
-        return cls(tuple(chunks), frozenset(n for n in used if program.params[n].numels[rank]))
-
-
-def _label(names: list[str]) -> str:
-    """The layers that these parameters belong to."""
-    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
-    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        return cls(chunks, frozenset(n for n in used if program.params[n].numels[rank]))
 
 
 def _packs(
-    names: list[str], program: Program, params: Mapping[str, torch.Tensor], rank: int
+    names: Iterable[str], program: Program, params: Mapping[str, torch.Tensor], rank: int
 ) -> tuple[Pack, ...]:
     """One pack per segment and kind of number; what this rank alone holds needs none."""
     groups: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[str]] = {}
@@ -145,8 +120,10 @@ class GradientSums:
         held: bool = False,
     ) -> None:
         """Where they are `held`, this rank's parts are left as they are, for a later sum."""
-        self.chunks, self.buffers, self.comm = chunks.chunks, buffers, comm
-        self.held = held
+        self.buffers, self.comm, self.held = buffers, comm, held
+        self.starting: dict[int, list[PackedLayers]] = {}  # by position in the backward pass
+        for chunk in () if held else chunks.chunks:
+            self.starting.setdefault(chunk.start, []).append(chunk)
         self.params = {name: params[name] for name in sorted(chunks.held)}
         self.views: Tensors = {}
         for pack, data in buffers.items():
@@ -156,6 +133,12 @@ class GradientSums:
         self.pending: list[tuple[frozenset[str], Pending]] = []
         self.late = DelayedGradients()
         self.handed: Tensors = {}  # what is in `.grad` while the sums go on
+
+    def add_all(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        """What a block gives for its parameters."""
+        for name, gradient in gradients:
+            if gradient is not None:
+                self.add(name, gradient)
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """A part of a parameter's gradient; a shared parameter has several."""
@@ -168,15 +151,14 @@ class GradientSums:
             view.copy_(gradient)
             self.written.add(name)
 
-    def after(self, position: int) -> None:
+    def start(self, position: int) -> None:
         """A step of the backward pass is done: starts the sums that it completes."""
-        for chunk in self.chunks:
-            if position == chunk.start and not self.held:
-                about = About(f"the gradients of {chunk.label}", "gradients")
-                for pack in chunk.packs:
-                    self._zero(pack)
-                    pending = self.comm.all_reduce(pack.ranks, self.buffers[pack], about)
-                    self.pending.append((frozenset(pack.names), pending))
+        for chunk in self.starting.get(position, ()):
+            about = About(f"the gradients of {chunk.label}", "gradients")
+            for pack in chunk.packs:
+                self._zero(pack)
+                pending = self.comm.all_reduce(pack.ranks, self.buffers[pack], about)
+                self.pending.append((frozenset(pack.names), pending))
 
     def _zero(self, pack: Pack) -> None:
         """A rank without samples adds nothing."""

@@ -25,7 +25,7 @@ from shardwise.plans.trace import Trace
 from shardwise.runtime.agreement import together
 from shardwise.runtime.backward_pass import check_summed
 from shardwise.runtime.block import plain
-from shardwise.runtime.interpreter import Tensors
+from shardwise.runtime.rank_machine import Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.weights import gather_whole
 

@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.writing import leave
+from shardwise.plans.interpreter import forward
 from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Intent, agree, together
 from shardwise.runtime.backward_pass import Pass, run_backward_pass
 from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
-from shardwise.runtime.interpreter import Runtime, Tensors
 from shardwise.runtime.lowering import Types
+from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.wrapping import Wrap, recorded, settled, watched
 from shardwise.tensors import memory_format_of
@@ -199,12 +200,14 @@ def _outputs(
     state.prepare(bound.program)
     leaves = {name: _leaf(param) for name, param in params.items()}
     types = Types(bound.program.dtypes, precision, inputs[0].device)
-    runtime = Runtime(bound, types, leaves, _wraps(state))
-    if torch.is_grad_enabled() and (params or any(x.requires_grad for x in inputs)):
-        made = Pass(state, runtime, params, state.holds)
+    records = torch.is_grad_enabled() and bool(params or any(x.requires_grad for x in inputs))
+    full = state.output == "full"
+    machine = RankMachine(bound, types, leaves, _wraps(state), full, records)
+    if records:
+        made = Pass(state, machine, params, state.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         return _Node.apply(made, anchor, *inputs, *params.values())
-    return _forward(state, runtime, inputs, record=False)
+    return _forward(machine, inputs)
 
 
 def _wraps(state: State) -> list[Wrap]:
@@ -238,18 +241,17 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
     return outputs
 
 
-def _forward(state: State, runtime: Runtime, inputs: Inputs, record: bool) -> Inputs:
-    program = runtime.program
-    values = runtime.forward(dict(zip(program.inputs, inputs, strict=True)), record)
-    if state.output == "full":
-        full = [runtime.bound.out[name].begin(y, state.comm) for name, y in values.items()]
-        arrived = zip(values, full, strict=True)
-        values = {name: _shaped(program, name, wait()) for name, wait in arrived}
-    if state.output == "full" and state.comm.size > 1:
+def _forward(machine: RankMachine, inputs: Inputs) -> Inputs:
+    program, types = machine.program, machine.types
+    named = zip(program.inputs, inputs, strict=True)
+    values = forward(program, machine, {name: types.kept(x) for name, x in named})
+    if machine.whole_outputs:
+        values = {name: _shaped(program, name, y) for name, y in values.items()}
+    if machine.whole_outputs and machine.comm.size > 1:
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
     outputs = [values[name] for name in program.outputs]
-    return tuple(y.float() if y.dtype == runtime.types.precision else y for y in outputs)
+    return tuple(y.float() if y.dtype == types.precision else y for y in outputs)
 
 
 def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:
@@ -273,9 +275,8 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, made: Pass, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.made = made
         ctx.set_materialize_grads(False)
-        inputs = tensors[: len(made.runtime.program.inputs)]
-        outputs = _forward(made.state, made.runtime, inputs, record=True)
-        program = made.runtime.program
+        program = made.machine.program
+        outputs = _forward(made.machine, tensors[: len(program.inputs)])
         named = zip(program.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(y for name, y in named if name not in program.differentiable))
         return outputs
@@ -289,7 +290,7 @@ class _Node(torch.autograd.Function):
                 "second time: give the first one retain_graph=True, or add up the losses"
             )
         made.spent = not _keep_graph()
-        wanted = ctx.needs_input_grad[2 : 2 + len(made.runtime.program.inputs)]
+        wanted = ctx.needs_input_grad[2 : 2 + len(made.machine.program.inputs)]
         again = torch.is_grad_enabled()  # create_graph=True
         phase = together(made.state.comm, "the backward pass")
         with torch.no_grad(), without_autocast(gradients), phase:

@@ -33,7 +33,7 @@ from shardwise.runtime.gradient_sums import (
     EngineChoice,
     GradientSums,
 )
-from shardwise.runtime.interpreter import Tensors
+from shardwise.runtime.rank_machine import Tensors
 from shardwise.runtime.uninitialized import Uninitialized
 from shardwise.runtime.wrapping import Watch
 
