@@ -144,7 +144,7 @@ def test_what_changes_back_is_not_captured_again() -> None:
     for alpha in (1.0, 0.0, 1.0, 0.0, 1.0):
         model.alpha = alpha
         model(image())
-    assert len(model._shardwise.graph._captured) == 2
+    assert len(model._shardwise.programs.graph._captured) == 2
 
 
 def test_what_forward_does_not_read_may_change_without_a_new_capture() -> None:
@@ -152,7 +152,7 @@ def test_what_forward_does_not_read_may_change_without_a_new_capture() -> None:
     for index in range(3):
         model.seen, model.best, model.second.note = index, {"accuracy": index}, [index]
         model(image())
-    assert len(model._shardwise.graph._captured) == 1
+    assert len(model._shardwise.programs.graph._captured) == 1
 
 
 def test_ranks_that_set_different_attributes_are_told_so() -> None:
@@ -347,8 +347,8 @@ def test_what_forward_does_not_read_of_objects_may_change_without_a_new_capture(
     for index in range(3):
         model.config.epoch, model.config.note = index, [index]
         model(image())
-    assert len(model._shardwise.graph._captured) == 1
+    assert len(model._shardwise.programs.graph._captured) == 1
     model.eval()(image())
     model.train()(image())
-    assert len(model._shardwise.graph._captured) == 2
+    assert len(model._shardwise.programs.graph._captured) == 2
     assert "__getattribute__" not in vars(Schedule)

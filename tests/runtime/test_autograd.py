@@ -232,7 +232,7 @@ def test_many_batch_sizes_leave_one_set_of_buffers_and_few_graphs() -> None:
             model(seeded_input((2 + step % 23, 3, 6, 6)))[0].sum().backward()
             places.add(model.first.weight.grad.data_ptr())
         gc.collect()
-        graphs = [len(captured._graphs) for captured in state.graph._captured.values()]
-        return len(places), len(state._bound), len(state.buffers._data), graphs
+        graphs = [len(captured._graphs) for captured in state.programs.graph._captured.values()]
+        return len(places), state.programs.num_kept, len(state.gradients._buffers._data), graphs
 
     assert World(2).run(work) == [(1, 8, 1, [8, 8])] * 2

@@ -89,7 +89,7 @@ def _two_optimizers() -> Any:
         nn.functional.cross_entropy(model(x), y).backward()
         for stepper in steppers:
             stepper.step()
-        left.append(len(model._shardwise.unfinished.pending))  # type: ignore[union-attr]
+        left.append(len(model._shardwise.gradients.unfinished.pending))  # type: ignore[union-attr]
     return model.state_dict(), left
 
 
@@ -141,7 +141,7 @@ def _chosen() -> tuple[Any, bool]:
     plain, x = seeded(Net()), seeded_input((8, 3, 8, 7))
     plan = Plan.uniform(capture(plain, x), 4, n=4)
     model = parallelize(plain, plan, gradients=Engine("chunks", last="auto"))
-    choice = model._shardwise.choice
+    choice = model._shardwise.gradients.choice
     for _ in range(3 * len(choice.engines)):
         assert not choice.decided
         model(x).sum().backward()

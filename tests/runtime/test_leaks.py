@@ -80,7 +80,7 @@ def test_programs_of_many_batch_sizes_do_not_pile_up() -> None:
             model(seeded_input((1 + step % 25, 3, 8, 8))).sum().backward()
             if step in (30, 59):
                 gc.collect()
-                alive.append(len(model._shardwise._bound))
+                alive.append(model._shardwise.programs.num_kept)
         return alive
 
     assert World(2).run(work) == [[8, 8], [8, 8]]

@@ -96,7 +96,7 @@ def test_a_wrong_gradient_of_one_rank_is_found_above_the_noise(
 
     def wrong(handle: Handle, *args: Any) -> Any:
         if handle.comm.rank == 1:
-            gradient = handle._state.params()["3.weight"].grad
+            gradient = handle._state.blocks.params()["3.weight"].grad
             assert gradient is not None
             gradient.mul_(1.0 + excess)
         return real(handle, *args)

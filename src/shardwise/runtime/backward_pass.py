@@ -41,16 +41,14 @@ def run_backward_pass(
 ) -> list[Any]:
     """The gradients of the inputs, and those of the parameters unless they come later."""
     state, machine, program = made.state, made.machine, made.machine.program
-    holds = made.holds and state.holds and not at_once and not _autograd_wants(made)
+    holds = made.holds and state.gradients.holds and not at_once and not _autograd_wants(made)
     entry, used = _enter(program, gradients, holds, state)
     reached = machine.bound.reached(used)
-    state.wait_for_sums()  # of a step before, whose buffers are used again
-    if state.settle is not None and state.choice.engine.wait == "use":
-        state.settle(None)
+    state.gradients.begin_backward()
     begin = time.perf_counter()
-    sums = state.gradient_sums(machine.bound, made.params, entry.all_hold())
+    sums = state.gradients.sums(machine.bound, made.params, entry.all_hold())
     waited = {} if sums.held else _taken_up(made, sums)
-    parts = _own_parts(program, gradients, state.output == "full")
+    parts = _own_parts(program, gradients, state.whole_outputs)
     parts = {name: machine.types.kept(gradient) for name, gradient in parts.items()}
     back = machine.turned(sums, keeps=not made.spent)
     inputs = backward(program, back, parts, reached.positions) | back.whole_gradients
@@ -79,8 +77,8 @@ def _finished(
     made: Pass, sums: GradientSums, stored: Collection[str], at_once: bool, begin: float
 ) -> Tensors:
     """The gradients that autograd is to add up: not those that wait for their sums."""
-    state = made.state
-    delayed = state.late if state.settle else None
+    state, gradients = made.state, made.state.gradients
+    delayed = gradients.late if gradients.settle else None
     if sums.held:
         found = sums.finish(stored, delayed)
         for name in found.keys() & sums.views.keys():
@@ -88,16 +86,16 @@ def _finished(
         _holding.add(state)
         return found
     at_once |= any(param.is_leaf and param.grad is not None for param in made.params.values())
-    wait = state.choice.engine.wait
-    if wait != "backward" and (at_once or not state.choice.decided or _autograd_wants(made)):
+    wait = gradients.choice.engine.wait
+    if wait != "backward" and (at_once or not gradients.choice.decided or _autograd_wants(made)):
         wait = "backward"
     found = sums.finish(stored, delayed, wait)
     if wait != "backward":
         for name, gradient in sums.handed_out(found).items():  # autograd would read what is summed
             made.params[name].grad = gradient
-        found, state.unfinished = {}, sums
+        found, gradients.unfinished = {}, sums
         _unfinished.add(state)
-    state.choice.note(time.perf_counter() - begin)
+    gradients.choice.note(time.perf_counter() - begin)
     return found
 
 
@@ -141,7 +139,7 @@ def _enter(
     """What all ranks go back with, and the outputs that the loss of any of them depends on."""
     named = zip(program.outputs, gradients, strict=True)
     known = [(name, g) for name, g in named if name in program.differentiable]
-    entry = LossAgreement([g for _, g in known], holds, state.output == "full", state.comm)
+    entry = LossAgreement([g for _, g in known], holds, state.whole_outputs, state.comm)
     flags = zip(known, entry.used(), strict=True)
     return entry, list(dict.fromkeys(name for (name, _), is_used in flags if is_used))
 
@@ -176,7 +174,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for state in list(_unfinished):
-        state.wait_for_sums(own)
+        state.gradients.wait(own)
     for state in list(_holding):
         with together(state.comm, "an optimizer's step"):
             check_summed(state, own)
@@ -184,7 +182,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def check_summed(state: State, params: Collection[int] | None = None) -> None:
     """Raises where gradients of parameters with these ids, or of any, wait for their sums."""
-    named = state.params()
+    named = state.blocks.params()
     waiting = unsummed(named)
     if not waiting:
         _holding.discard(state)

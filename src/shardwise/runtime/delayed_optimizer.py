@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.runtime.model_gradients import ModelGradients
 from shardwise.runtime.parallel import ParallelModel, of
 from shardwise.runtime.state import State
+from shardwise.runtime.stored_blocks import StoredBlocks
 
 Settings = list[dict[str, Any]]  # of each group of parameters: learning rate, momentum, ...
 
@@ -37,16 +39,18 @@ def optimizer(
 class _Delayed(Optimizer):
     """Puts off the update of parameters whose gradient is still on its way."""
 
-    _state: State
+    _gradients: ModelGradients
+    _blocks: StoredBlocks
     _due: frozenset[str]  # parameters whose update was asked for
     _settings: Settings  # when it was asked for
 
     def follow(self, state: State) -> None:
-        self._state, self._due, self._settings = state, frozenset(), []
-        state.settle = self.settle
+        self._gradients, self._blocks = state.gradients, state.blocks
+        self._due, self._settings = frozenset(), []
+        self._gradients.settle = self.settle
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        late = self._state.late
+        late = self._gradients.late
         if closure is not None or self._due or any(self._has_gradient(n) for n in late.names):
             self.settle(None)  # two gradients, or two updates, of one parameter do not mix
         result = super().step(closure)
@@ -56,16 +60,16 @@ class _Delayed(Optimizer):
 
     def settle(self, wanted: frozenset[str] | None) -> None:
         """Computes the late gradients of these parameters, and makes the updates that are due."""
-        named = self._state.params()
+        named = self._blocks.params()
         updated = []
         with torch.no_grad():
-            for name, gradient in self._state.late.take(wanted).items():
+            for name, gradient in self._gradients.late.take(wanted).items():
                 param = named[name]
                 gradient = gradient.to(param.dtype)  # layers may compute in another
                 param.grad = gradient if param.grad is None else param.grad + gradient
                 if name in self._due:
                     updated.append(param)
-        self._due &= self._state.late.names
+        self._due &= self._gradients.late.names
         if updated:
             self._update(updated)
 
@@ -92,10 +96,10 @@ class _Delayed(Optimizer):
             group.update(values)
 
     def _has_gradient(self, name: str) -> bool:
-        return self._state.params()[name].grad is not None
+        return self._blocks.params()[name].grad is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        late = self._state.late
+        late = self._gradients.late
         if not self._due:
             late.take()  # nobody asked for an update with these
         super().zero_grad(set_to_none)

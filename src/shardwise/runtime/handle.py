@@ -60,12 +60,12 @@ class Handle:
 
     def input_box(self, batch: int, index: int = 0) -> Box:
         """The part of a global batch that this rank reads when it is given parts."""
-        graph = self._state.graph(True, batch)  # inputs are the same in both modes
+        graph = self._state.programs.graph(True, batch)  # inputs are the same in both modes
         return layer_layout(graph, self.plan, graph.inputs[index])[self.comm.rank]
 
     def output_box(self, batch: int, index: int = 0) -> Box:
         """The part of an output that this rank returns with output="local"."""
-        graph = self._state.graph(self._model.training, batch)
+        graph = self._state.programs.graph(self._model.training, batch)
         return layer_layout(graph, self.plan, graph.outputs[index])[self.comm.rank]
 
     def first_not_finite(self, *inputs: torch.Tensor, batch: int | None = None) -> str | None:
@@ -83,7 +83,7 @@ class Handle:
         finally:
             state.watch = None
         anywhere = set().union(*state.comm.gather_objects(found))
-        graph = state.graph(state.training, inputs[0].shape[0] if batch is None else batch)
+        graph = state.programs.graph(state.training, inputs[0].shape[0] if batch is None else batch)
         return next((layer.name for layer in graph.layers if layer.name in anywhere), None)
 
     @contextmanager
@@ -124,27 +124,28 @@ class Handle:
         ...     loss_fn(model(x1), y1).backward()
         >>> loss_fn(model(x2), y2).backward()
         """
-        before, self._state.holds = self._state.holds, True
+        gradients = self._state.gradients
+        before, gradients.holds = gradients.holds, True
         try:
             yield
         finally:
-            self._state.holds = before
+            gradients.holds = before
 
     # -- tensors -------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
         with together(self.comm, "flush"):
-            self._state.flush()
+            self._state.gradients.flush()
 
     def check_values(self) -> None:
         """Raises on all ranks where a tensor was made on the meta device and nothing was loaded."""
         with together(self.comm, "check_values"):
-            self._state.check_values()
+            self._state.blocks.check_values()
 
     def layout(self, name: str) -> Layout | None:
         """Where the blocks of a parameter or buffer lie; None where every rank has all of it."""
-        return self._state.layouts.get(name)
+        return self._state.blocks.layouts.get(name)
 
     def blocks(self) -> dict[str, tuple[Box, torch.Tensor]]:
         """This rank's block of every tensor that layers use, and where it lies."""

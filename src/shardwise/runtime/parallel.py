@@ -28,7 +28,7 @@ from shardwise.runtime.originals import warn_when_saved
 from shardwise.runtime.passes import run
 from shardwise.runtime.splitting import split_tensors
 from shardwise.runtime.state import State
-from shardwise.runtime.uninitialized import Uninitialized, check_attributes, valued_names
+from shardwise.runtime.uninitialized import check_attributes, valued_names
 from shardwise.runtime.weights import close_tables, guard_blocks, whole_tensors
 
 
@@ -145,9 +145,9 @@ class ParallelModel(nn.Module):
         if state is None:
             return super().state_dict(*args, **kwargs)
         with together(state.comm, "state_dict"):
-            state.flush()
-            state.check_values()
-            with whole_tensors(self, state.layouts, state.comm):
+            state.gradients.flush()
+            state.blocks.check_values()
+            with whole_tensors(self, state.blocks.layouts, state.comm):
                 return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -155,7 +155,7 @@ class ParallelModel(nn.Module):
         state: State | None = self.__dict__.get("_shardwise")
         if state is not None:
             with together(state.comm, "load_state_dict"):
-                state.flush()
+                state.gradients.flush()
                 own = {name: x for name, x in state_dict.items() if name.startswith(prefix)}
                 content = checksum([[*own], [*map(checksum, own.values())]])
                 agree_on(content, "loads another state than rank 0", state.comm)
@@ -164,7 +164,7 @@ class ParallelModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves or casts all tensors; those without values have none afterwards either."""
         state: State | None = self.__dict__.get("_shardwise")
-        with nullcontext() if state is None else state.keeping_uninitialized():
+        with nullcontext() if state is None else state.blocks.keeping_uninitialized():
             return super()._apply(fn, recurse)
 
     def __getattr__(self, name: str) -> Any:
@@ -198,13 +198,11 @@ class ParallelModel(nn.Module):
         twin = memo[id(self)] = type(self).__new__(type(self))
         state: State | None = self.__dict__.get("_shardwise")
         if state is not None:
-            state.flush()
+            state.gradients.flush()
         own = {name: value for name, value in self.__dict__.items() if name != "_shardwise"}
         twin.__dict__ = copy.deepcopy(own, memo)
         if state is not None:
-            copied = twin.__dict__["_shardwise"] = state.twin()
-            with state.keeping_uninitialized(copied):
-                copied.adopt(twin)
+            twin.__dict__["_shardwise"] = state.twin(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -231,13 +229,13 @@ def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     root.__dict__.pop("forward", None)  # the model's own, which was captured
     drop_captured(root)
     root.__class__ = _parallel(type(model))
-    blank = split_tensors(root, state.layouts, state.comm, valued)
-    guard_blocks(root, state.layouts, state.comm.rank)
+    blank = split_tensors(root, state.blocks.layouts, state.comm, valued)
+    guard_blocks(root, state.blocks.layouts, state.comm.rank)
     close_tables(root)
     state.arguments = _arguments(model)
     root.__dict__["_shardwise"] = state
     state.adopt(root)
-    state.blanks = Uninitialized(blank, unchecked=bool(blank))
+    state.blocks.lack_values(blank)
     note_originals(model, root)
     warn_when_saved(model, root)
     return root

@@ -43,7 +43,7 @@ def run(
     Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
     """
     with without_autocast(inputs) as lower:
-        stored = state.params()
+        stored = state.blocks.params()
         params: Tensors = {name: p for name, p in stored.items() if p.requires_grad}
         bound, call, precision = None, Intent(refused=1), state.precision
         if refusal is None:
@@ -54,7 +54,7 @@ def run(
             except Exception as error:
                 refusal = error
         with state.comm.doing(FORWARD):
-            state.check_values()
+            state.blocks.check_values()
             agree(call, refusal, state.comm)
         assert bound is not None
         with together(state.comm, FORWARD):
@@ -122,9 +122,9 @@ def _bound(
         raise ShardwiseError(
             f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
         )
-    _check_held(state.held_shapes, stored)
+    state.blocks.check_shapes(stored)
     samples = _num_samples(inputs, batch)
-    graph = state.graph_for(inputs, samples, stored)
+    graph = state.programs.graph_for(inputs, samples, stored)
     _check_inputs(state, graph, inputs, whole=batch is None)
     for name in graph.outputs:
         if samples == 0 and prod(graph[name].shape):
@@ -133,19 +133,7 @@ def _bound(
                 "leave such batches out"
             )
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return state.bound(graph, trainable, batch is None, needs_gradient)
-
-
-def _check_held(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, torch.Tensor]) -> None:
-    """Parameters may have been replaced, by whole ones say."""
-    for name, param in stored.items():
-        held = shapes.get(name, param.shape)
-        if param.shape != held and param.ndim:
-            found, wanted = ("x".join(map(str, shape)) for shape in (param.shape, held))
-            raise ShardwiseError(
-                f"the model has parameters of other shapes than before: {name!r} is {found}, and "
-                f"this rank's block of it {wanted}; load_state_dict takes whole ones"
-            )
+    return state.programs.bound(graph, trainable, batch is None, needs_gradient)
 
 
 def _num_samples(inputs: Inputs, batch: int | None) -> int:
@@ -178,7 +166,7 @@ def _call(
         _num_samples(inputs, batch),
         whole=batch is None,
         modes=[module.training for module in state.modules.values()],
-        looks=state.looks().tokens,
+        looks=state.programs.looks().tokens,
         trained=list(params),
         lowered=precision is not None,
     )
@@ -201,10 +189,9 @@ def _outputs(
     leaves = {name: _leaf(param) for name, param in params.items()}
     types = Types(bound.program.dtypes, precision, inputs[0].device)
     records = torch.is_grad_enabled() and bool(params or any(x.requires_grad for x in inputs))
-    full = state.output == "full"
-    machine = RankMachine(bound, types, leaves, _wraps(state), full, records)
+    machine = RankMachine(bound, types, leaves, _wraps(state), state.whole_outputs, records)
     if records:
-        made = Pass(state, machine, params, state.holds)
+        made = Pass(state, machine, params, state.gradients.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         return _Node.apply(made, anchor, *inputs, *params.values())
     return _forward(machine, inputs)
@@ -213,8 +200,8 @@ def _outputs(
 def _wraps(state: State) -> list[Wrap]:
     """What is done around every layer of the next pass; most often nothing."""
     wraps: list[Wrap] = []
-    if state.late.entries and state.settle:
-        wraps.append(partial(settled, state.settle_used))
+    if state.gradients.late.entries and state.gradients.settle:
+        wraps.append(partial(settled, state.gradients.settle_used))
     if state.watch is not None:
         wraps.append(partial(watched, state.watch))
     if state.comm.timeline.on:

@@ -53,7 +53,7 @@ def _layers(
     parallel = parallelize(model, plan, comm=comm, graphs=graphs)
     state: Any = parallel.__dict__["_shardwise"]
     parallel.train(trial.training)
-    graph = state.graph(trial.training, trial.inputs[0].shape[0])
+    graph = state.programs.graph(trial.training, trial.inputs[0].shape[0])
     found: Pieces = {}
 
     def watch(name: str, y: torch.Tensor) -> None:
