@@ -48,7 +48,7 @@ class _Compiler:
         self.graph, self.plan, self.rank = graph, plan, rank
         self.trainable = trainable
         self.whole_inputs = whole_inputs
-        self.params = param_layouts(graph, plan)
+        self.params, self.configs = param_layouts(graph, plan), plan.configs(graph)
         self.layouts: dict[str, Layout] = {}
         self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
         self.moves: dict[str, Move | Cut] = {}  # by target
@@ -101,7 +101,7 @@ class _Compiler:
 
     def _op(self, layer: Layer) -> Op:
         strategy = strategy_of(layer)
-        config = self.plan.config(layer, self.graph)
+        config = self.configs[layer.name]
         split = Split.of(layer, config, self.plan.world)
         needs, partial = strategy.needs(split), strategy.partial(split)
         operands = tuple(

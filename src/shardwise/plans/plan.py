@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -109,19 +111,36 @@ class Plan:
             )
 
     def config(self, layer: Layer, graph: LayerGraph) -> Config:
-        """The config of a layer; one that only exists in this graph follows what it reads.
+        """The config of a layer of this graph."""
+        return self.configs(graph)[layer.name]
 
-        The graph of evaluation may have layers that the graph of training has not.
+    def configs(self, graph: LayerGraph) -> Mapping[str, Config]:
+        """The config of every layer of a graph; what the plan does not name follows what it reads.
+
+        The graph of evaluation may have layers that the graph of training has not, and another
+        batch may be too small for a split.
         """
-        config = self.layers.get(layer.name)
-        if config is None:
-            sources = [self.config(graph[name], graph) for name in layer.inputs]
-            config = fit(layer, sources[0] if sources else Config(), graph.batch)
-        try:
-            strategy_of(layer).check(layer, config, self.world)
-        except PlanError:
-            config = fit(layer, config, graph.batch)
-        return config
+        if graph not in self._fitted:
+            found: dict[str, Config] = {}
+            for layer in graph.layers:
+                config = self.layers.get(layer.name)
+                if config is None:
+                    sources = [found[name] for name in layer.inputs]
+                    config = fit(layer, sources[0] if sources else Config(), graph.batch)
+                try:
+                    strategy_of(layer).check(layer, config, self.world)
+                except PlanError:
+                    config = fit(layer, config, graph.batch)
+                found[layer.name] = config
+            self._fitted[graph] = found
+        return self._fitted[graph]
+
+    @cached_property
+    def _fitted(self) -> WeakKeyDictionary[LayerGraph, dict[str, Config]]:
+        return WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_fitted"}
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype | None, ...]:

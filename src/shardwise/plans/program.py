@@ -178,8 +178,9 @@ def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> Non
 
 def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, Layout]]:
     """Every use of a stored tensor: by which layer, and which part each rank needs."""
+    configs = plan.configs(graph)
     for layer in graph.layers:
-        split = Split.of(layer, plan.config(layer, graph), plan.world)
+        split = Split.of(layer, configs[layer.name], plan.world)
         needs = strategy_of(layer).needs(split)
         for operand, need in zip(layer.operands, needs, strict=True):
             if operand.kind in ("param", "buffer"):

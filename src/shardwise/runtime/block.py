@@ -88,7 +88,7 @@ class BlockParameter(Block, nn.Parameter):
         pass
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         found = _GRAD.__get__(self)
         if found is not None and type(found) is not Block:
             found = as_block(found, self._place)
@@ -100,7 +100,7 @@ class BlockParameter(Block, nn.Parameter):
         _GRAD.__set__(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # type: ignore[override]
         _GRAD.__set__(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockParameter:

@@ -50,8 +50,8 @@ def warn_when_saved(original: nn.Module, model: nn.Module) -> None:
     """
     copied, own = model._state_dict_pre_hooks, original._state_dict_pre_hooks
     for hooks, every in ((copied, True), (own, False)):
-        stale = [key for key, hook in hooks.items() if isinstance(hook, _Stale)]
-        for key in stale:
-            if every or hooks[key].is_over:
+        stale = [(key, hook) for key, hook in hooks.items() if isinstance(hook, _Stale)]
+        for key, hook in stale:
+            if every or hook.is_over:
                 del hooks[key]
     original.register_state_dict_pre_hook(_Stale(model))

@@ -150,7 +150,9 @@ class ParallelModel(nn.Module):
             with whole_tensors(self, state.blocks.layouts, state.comm):
                 return super().state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         """Loads a full state, of any plan or of the original model; all ranks must do it."""
         state: State | None = self.__dict__.get("_shardwise")
         if state is not None:
@@ -159,7 +161,7 @@ class ParallelModel(nn.Module):
                 own = {name: x for name, x in state_dict.items() if name.startswith(prefix)}
                 content = checksum([[*own], [*map(checksum, own.values())]])
                 agree_on(content, "loads another state than rank 0", state.comm)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves or casts all tensors; those without values have none afterwards either."""
