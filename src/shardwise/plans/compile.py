@@ -181,7 +181,15 @@ class _Compiler:
             if not groups or moved or (begins and not self._completes(op, groups[-1])):
                 groups.append([])
             groups[-1].append(self._in_place(op, groups[-1], outputs))
-        return [self._run(group, groups, outputs) for group in groups]
+        readers: dict[str, set[int]] = {}  # the places of the blocks that read a value
+        for place, group in enumerate(groups):
+            for source in (source for op in group for source in op.operands):
+                readers.setdefault(source.name, set()).add(place)
+        left = {move.source for move in self.moves.values()} | set(outputs)
+        return [
+            self._run(group, {n for n, own in readers.items() if own - {place}} | left)
+            for place, group in enumerate(groups)
+        ]
 
     def _completes(self, op: Op, group: list[Op]) -> bool:
         """Whether a norm follows the one layer of a block that it normalises.
@@ -212,13 +220,10 @@ class _Compiler:
             value = self.moves[value].source
         return value
 
-    def _run(self, group: list[Op], groups: list[list[Op]], outputs: tuple[str, ...]) -> Run:
+    def _run(self, group: list[Op], outside: set[str]) -> Run:
+        """A block, of whose values others read those `outside`."""
         made = [op.result for op in group]
         read = [s.name for op in group for s in op.operands if s.kind == "value"]
-        outside = {
-            s.name for other in groups if other is not group for op in other for s in op.operands
-        }
-        outside |= {move.source for move in self.moves.values()} | set(outputs)
         params = [s.name for op in group for s in op.operands if self._trains((s,))]
         return Run(
             ops=tuple(group),

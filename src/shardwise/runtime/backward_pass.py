@@ -78,7 +78,7 @@ def _finished(
 ) -> Tensors:
     """The gradients that autograd is to add up: not those that wait for their sums."""
     state, gradients = made.state, made.state.gradients
-    delayed = gradients.late if gradients.settle else None
+    delayed = gradients.delayed if gradients.update_delayed else None
     if sums.held:
         found = sums.finish(stored, delayed)
         for name in found.keys() & sums.views.keys():

@@ -39,7 +39,7 @@ class Bound:
     modules: Mapping[str, Any]
     chunks: tuple[Any, Any] | None = None  # for what gradients were packed last, and how
     # Gradients of some parameters that are computed when they are due: names, and how.
-    late: list[tuple[list[str], Gradients]] = field(default_factory=list)
+    delayed: list[tuple[list[str], Gradients]] = field(default_factory=list)
     _blocks: dict[Any, Blocks] = field(default_factory=dict)
     _reached: dict[frozenset[str], Reached] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Bound:
 
     def _share(self, types: Types, op: Op) -> Local:
         """The op's share, with the communication and the module that it may ask for."""
-        name, late = op.local.layer.name, self.late
+        name, delayed = op.local.layer.name, self.delayed
         params = [source.name for source in op.operands if source.kind == "param"]
         return replace(
             op.local,
@@ -71,20 +71,20 @@ class Bound:
             module=self.modules.get(op.local.attrs.get("module", None)),
             sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
             gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
-            later=lambda gradients: late.append((params, gradients)),
+            later=lambda gradients: delayed.append((params, gradients)),
         )
 
     # -- messages ------------------------------------------------------------------------------
 
     @cached_property
-    def forth(self) -> dict[str, Delivery]:
+    def deliveries(self) -> dict[str, Delivery]:
         """What every move does, by what it makes."""
         moves = (step for step in self.program.forward if isinstance(step, Move))
         rank = self.comm.rank
         return {m.target: Delivery.of(m.transfer, rank, About(m.target)) for m in moves}
 
     @cached_property
-    def back(self) -> dict[str, Delivery]:
+    def deliveries_back(self) -> dict[str, Delivery]:
         """What every move does with the gradient of what it made."""
         moves = (step for step in self.program.backward if isinstance(step, Move))
         return {
@@ -95,7 +95,7 @@ class Bound:
         }
 
     @cached_property
-    def out(self) -> dict[str, Delivery]:
+    def deliveries_to_all(self) -> dict[str, Delivery]:
         """What gives every rank the whole of every output."""
         layouts, rank = self.program.layouts, self.comm.rank
         return {

@@ -47,29 +47,29 @@ class _Delayed(Optimizer):
     def follow(self, state: State) -> None:
         self._gradients, self._blocks = state.gradients, state.blocks
         self._due, self._settings = frozenset(), []
-        self._gradients.settle = self.settle
+        self._gradients.update_delayed = self.update_delayed
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        late = self._gradients.late
-        if closure is not None or self._due or any(self._has_gradient(n) for n in late.names):
-            self.settle(None)  # two gradients, or two updates, of one parameter do not mix
+        delayed = self._gradients.delayed
+        if closure is not None or self._due or any(self._has_gradient(n) for n in delayed.names):
+            self.update_delayed(None)  # two gradients, or two updates, of one parameter do not mix
         result = super().step(closure)
-        self._due = late.names
+        self._due = delayed.names
         self._settings = [_settings(group) for group in self.param_groups]
         return result
 
-    def settle(self, wanted: frozenset[str] | None) -> None:
-        """Computes the late gradients of these parameters, and makes the updates that are due."""
+    def update_delayed(self, wanted: frozenset[str] | None) -> None:
+        """Computes delayed gradients of these parameters, and makes the updates that are due."""
         named = self._blocks.params()
         updated = []
         with torch.no_grad():
-            for name, gradient in self._gradients.late.take(wanted).items():
+            for name, gradient in self._gradients.delayed.take(wanted).items():
                 param = named[name]
                 gradient = gradient.to(param.dtype)  # layers may compute in another
                 param.grad = gradient if param.grad is None else param.grad + gradient
                 if name in self._due:
                     updated.append(param)
-        self._due &= self._gradients.late.names
+        self._due &= self._gradients.delayed.names
         if updated:
             self._update(updated)
 
@@ -99,17 +99,17 @@ class _Delayed(Optimizer):
         return self._blocks.params()[name].grad is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        late = self._gradients.late
+        delayed = self._gradients.delayed
         if not self._due:
-            late.take()  # nobody asked for an update with these
+            delayed.take()  # nobody asked for an update with these
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle(None)
+        self.update_delayed(None)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.settle(None)
+        self.update_delayed(None)
         super().load_state_dict(state_dict)
 
 

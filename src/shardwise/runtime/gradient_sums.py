@@ -131,7 +131,7 @@ class GradientSums:
         self.written: set[str] = set()
         self.whole: Tensors = {}  # gradients that need no sum
         self.pending: list[tuple[frozenset[str], Pending]] = []
-        self.late = DelayedGradients()
+        self.delayed = DelayedGradients()
         self.handed: Tensors = {}  # what is in `.grad` while the sums go on
 
     def add_all(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
@@ -189,14 +189,14 @@ class GradientSums:
         if wait == "backward":
             self.wait()
         if delayed is None:
-            for name, gradient in self.late.take().items():
+            for name, gradient in self.delayed.take().items():
                 self.add(name, gradient.to(self.params[name].dtype))  # layers may use another
         else:
-            delayed.entries += self.late.entries
+            delayed.entries += self.delayed.entries
         put_off: frozenset[str] = frozenset()
         if delayed is not None and wait == "use":
             put_off = self._put_off(delayed, reached)
-        late, found = self.late.names, {}
+        delayed_names, found = self.delayed.names, {}
         for name, param in self.params.items():
             if name not in reached or name in put_off:
                 continue
@@ -204,7 +204,7 @@ class GradientSums:
                 found[name] = self.views[name]
             elif name in self.whole:
                 found[name] = self.whole[name]
-            elif name not in late:  # a rank without samples
+            elif name not in delayed_names:  # a rank without samples
                 found[name] = torch.zeros_like(param)
         return found
 
@@ -225,7 +225,7 @@ class GradientSums:
             )
 
     def _put_off(self, delayed: DelayedGradients, reached: Collection[str]) -> frozenset[str]:
-        """Sums that go on become gradients that are late; in the order in which they started."""
+        """Sums that go on become gradients that come later, in the order in which they started."""
         names = frozenset(name for own, _ in self.pending for name in own)
         for own, pending in self.pending:
             due = sorted(own & set(reached))

@@ -34,8 +34,8 @@ class ModelGradients:
         self.choice = EngineChoice(engines, comm)
         self.holds = False  # sums of gradients are left for later: no_sync()
         self.unfinished: GradientSums | None = None  # sums that optimizers will wait for
-        self.late = DelayedGradients()  # gradients that wait for an optimizer that delays updates
-        self.settle: Callable[[frozenset[str] | None], None] | None = None  # the optimizer's
+        self.delayed = DelayedGradients()  # which an optimizer that delays updates computes
+        self.update_delayed: Callable[[frozenset[str] | None], None] | None = None  # is its own
         self._buffers = Buffers()
 
     def sums(self, bound: Bound, params: Tensors, held: bool) -> GradientSums:
@@ -51,8 +51,8 @@ class ModelGradients:
     def begin_backward(self) -> None:
         """What is still under way uses the memory of the sums that are about to be made."""
         self.wait()
-        if self.settle is not None and self.choice.engine.wait == "use":
-            self.settle(None)
+        if self.update_delayed is not None and self.choice.engine.wait == "use":
+            self.update_delayed(None)
 
     def wait(self, params: Collection[int] | None = None) -> None:
         """Waits for sums that go on after backward, of parameters with these ids or of all."""
@@ -65,14 +65,14 @@ class ModelGradients:
             if not sums.pending and not sums.handed:
                 self.unfinished = None
 
-    def settle_used(self, names: tuple[str, ...]) -> None:
+    def update_used(self, names: tuple[str, ...]) -> None:
         """Makes the updates of these weights that were put off until their next use."""
         for name in names:
-            if self.settle is not None and self.late.entries and name in self.late.names:
-                self.settle(frozenset([name]))
+            if self.update_delayed is not None and name in self.delayed.names:
+                self.update_delayed(frozenset([name]))
 
     def flush(self) -> None:
         """Computes gradients and makes updates that were put off, see `shardwise.optimizer`."""
         self.wait()
-        if self.settle is not None:
-            self.settle(None)
+        if self.update_delayed is not None:
+            self.update_delayed(None)

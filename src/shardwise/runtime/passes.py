@@ -27,7 +27,7 @@ from shardwise.runtime.bound import Bound, reached
 from shardwise.runtime.lowering import Types
 from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
-from shardwise.runtime.wrapping import Wrap, recorded, settled, watched
+from shardwise.runtime.wrapping import Wrap, recorded, updated_before_use, watched
 from shardwise.tensors import memory_format_of
 
 Inputs = tuple[torch.Tensor, ...]
@@ -200,8 +200,8 @@ def _outputs(
 def _wraps(state: State) -> list[Wrap]:
     """What is done around every layer of the next pass; most often nothing."""
     wraps: list[Wrap] = []
-    if state.gradients.late.entries and state.gradients.settle:
-        wraps.append(partial(settled, state.gradients.settle_used))
+    if state.gradients.delayed.entries and state.gradients.update_delayed:
+        wraps.append(partial(updated_before_use, state.gradients.update_used))
     if state.watch is not None:
         wraps.append(partial(watched, state.watch))
     if state.comm.timeline.on:

@@ -82,7 +82,7 @@ class RankMachine:
 
     def start(self, move: Move, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.comm.timeline.place = self.program.origins[move.target]
-        return self.bound.forth[move.target].begin(value, self.comm)
+        return self.bound.deliveries[move.target].begin(value, self.comm)
 
     def cut(self, cut: Cut, value: torch.Tensor) -> torch.Tensor:
         return self.bound.cutters[cut.target].cut(value)
@@ -90,7 +90,7 @@ class RankMachine:
     def hand_out(self, output: str, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         if not self.whole_outputs:
             return lambda: value
-        return self.bound.out[output].begin(value, self.comm)
+        return self.bound.deliveries_to_all[output].begin(value, self.comm)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class RankMachine:
         """The same for the way back, whose gradients of weights go to these sums."""
         machine = copy.copy(self)  # which goes with the sums, whose memory is used again
         machine.sums, machine.keeps, machine.whole_gradients = sums, keeps, {}
-        self.bound.late.clear()  # of a pass that failed
+        self.bound.delayed.clear()  # of a pass that failed
         return machine
 
     def run_back(
@@ -122,8 +122,8 @@ class RankMachine:
         if timeline.on:
             timeline.switch("gradients packed", "copy")
         self.sums.add_all(zip(block.params, found[len(leaves) :], strict=True))
-        self.sums.late.entries += self.bound.late
-        self.bound.late.clear()
+        self.sums.delayed.entries += self.bound.delayed
+        self.bound.delayed.clear()
         if timeline.on:
             timeline.switch()
         named = zip(leaves, found, strict=False)
@@ -131,7 +131,7 @@ class RankMachine:
 
     def start_back(self, move: Move, gradient: torch.Tensor | None) -> Callable[[], torch.Tensor]:
         gradient = self._zeros(move.target) if gradient is None else gradient
-        return self.bound.back[move.target].begin(gradient, self.comm)
+        return self.bound.deliveries_back[move.target].begin(gradient, self.comm)
 
     def cut_back(self, cut: Cut, gradient: torch.Tensor | None) -> None:
         gradient = self._zeros(cut.target) if gradient is None else gradient

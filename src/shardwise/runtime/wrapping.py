@@ -43,11 +43,11 @@ def watched(watch: Watch, stage: Stage) -> Function:
     return run
 
 
-def settled(settle: Callable[[tuple[str, ...]], None], stage: Stage) -> Function:
+def updated_before_use(update_delayed: Callable[[tuple[str, ...]], None], stage: Stage) -> Function:
     """Updates weights whose last update was put off until they are used."""
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
-        settle(stage.stored)
+        update_delayed(stage.stored)
         return stage.run(tensors)
 
     return run if stage.stored else stage.run
