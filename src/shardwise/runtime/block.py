@@ -229,7 +229,8 @@ def _extremes(blocks: Sequence[Any], largest: bool, what: str) -> torch.Tensor:
     return stacked.amax(0) if largest else stacked.amin(0)
 
 
-def _exact(x: torch.Tensor) -> torch.Tensor:
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """In float64, or more."""
     return x.to(torch.promote_types(x.dtype, torch.float64))
 
 
@@ -247,10 +248,10 @@ def norms(blocks: Sequence[Any], p: float, dtype: torch.dtype | None = None) -> 
 
 
 def _power_sum(block: torch.Tensor, p: float) -> torch.Tensor:
-    exact = _exact(block.as_subclass(torch.Tensor))  # type: ignore[arg-type]
-    if not exact.numel():
-        return exact.abs().sum()
-    norm = torch.linalg.vector_norm(exact, p)
+    values = exact(block.as_subclass(torch.Tensor))  # type: ignore[arg-type]
+    if not values.numel():
+        return values.abs().sum()
+    norm = torch.linalg.vector_norm(values, p)
     return norm if p == 0 else norm**p
 
 
@@ -284,7 +285,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = _only(func, args, kwargs)
     dtype = kwargs.get("dtype") or func(block.new_zeros(1)).dtype
-    own = _exact(block.as_subclass(torch.Tensor)) if block.is_floating_point() else block
+    own = exact(block.as_subclass(torch.Tensor)) if block.is_floating_point() else block
     total = _sums([own.sum()], [block._place], "the sum")[0]
     return (total / block._place.numel if func.__name__ == "mean" else total).to(dtype)
 

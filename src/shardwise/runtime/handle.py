@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from math import inf
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from shardwise.comm import About, Communicator
+from shardwise.comm import Communicator
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.modules import named_tensors
@@ -24,7 +23,7 @@ from shardwise.plans.program import layer_layout
 from shardwise.plans.trace import Trace
 from shardwise.runtime.agreement import together
 from shardwise.runtime.backward_pass import check_summed
-from shardwise.runtime.block import plain
+from shardwise.runtime.block import BlockParameter, as_block, exact, plain
 from shardwise.runtime.rank_machine import Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.weights import gather_whole
@@ -206,24 +205,12 @@ class Handle:
     ) -> torch.Tensor:
         """Scales all gradients as torch's clip_grad_norm_ would on one device.
 
-        All ranks must call it; `foreach` is accepted as torch's is, and changes nothing.
+        All ranks must call it.
         """
         self.flush()
         self._check_summed()
-        params = list(self._model.parameters())  # a rank may lack a gradient that others have
-        gradients = [p.new_empty(0) if p.grad is None else plain(p.grad) for p in params]
-        norm = torch.linalg.vector_norm(self.norms(params, gradients, norm_type), norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is "
-                "non-finite, so it cannot be clipped. To disable this error and scale the "
-                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-            )
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # keeps what is not a number
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device))
-        kinds = [g.abs().dtype for p, g in zip(params, gradients, strict=True) if p.requires_grad]
-        return norm.to(reduce(torch.promote_types, kinds) if kinds else torch.float32)
+        params = self._model.parameters()
+        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     @torch.no_grad()
     def norms(
@@ -233,23 +220,8 @@ class Handle:
 
         All ranks must call it, for the same parameters.
         """
-        comm, names = self.comm, {id(q): name for name, q in self._model.named_parameters()}
-        device = params[0].device if params else None
-        largest = p in (inf, -inf)
-        nothing = inf if p == -inf else 0.0
-        own = torch.full((len(params),), nothing, dtype=torch.float64, device=device)
-        for index, (param, value) in enumerate(zip(params, values, strict=True)):
-            layout = self.layout(names[id(param)])
-            owner = layout.segment(comm.rank)[0] if layout else 0
-            value = plain(value)
-            if owner == comm.rank and value.numel():
-                exact = value.to(torch.promote_types(value.dtype, torch.float64))
-                norm = torch.linalg.vector_norm(exact, p)
-                own[index] = norm if p == 0 or largest else norm**p
-        with together(comm, "norms"):
-            if largest:
-                every = torch.stack(comm.gather_objects(own.cpu()))
-                return (every.amax(0) if p > 0 else every.amin(0)).to(device)
-            everybody = tuple(range(comm.size))
-            comm.all_reduce(everybody, own, About("the norms of all tensors")).wait()
-        return own if p == 0 else own ** (1.0 / p)
+        found = [exact(plain(value)) for value in values]
+        for index, param in enumerate(params):
+            if isinstance(param, BlockParameter):
+                found[index] = as_block(found[index], param._place)
+        return torch.stack(torch._foreach_norm(found, p))
