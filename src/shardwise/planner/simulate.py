@@ -75,7 +75,8 @@ class ClockMachine:
         self.clock = np.zeros(world)  # when each rank is free to compute
         self.ports = PortQueues(network)
         self.times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.sums = _Sums(self, gradient_chunks(program, engine, training.itemsize))
+        chunks = gradient_chunks(program, engine, training.itemsize)
+        self.sums, self.sum_starts = _Sums(self, chunks), {chunk.start for chunk in chunks}
 
     def step(self) -> Trace:
         """One training step, or a forward pass where nothing is trained."""
@@ -124,7 +125,7 @@ class ClockMachine:
     def add(self, gradient: None, other: None) -> None:
         """Gradients of a value with several readers are added on the way."""
 
-    def after(self, position: int) -> None:
+    def start_sums(self, position: int) -> None:
         self.sums.start(position)
 
     # -- computation ---------------------------------------------------------------------------

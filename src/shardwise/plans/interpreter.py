@@ -17,6 +17,8 @@ Value = TypeVar("Value")
 class Machine(Protocol[Value]):
     """What the steps of a program need; a gradient is None where nothing flows back."""
 
+    sum_starts: Collection[int]  # the positions in the backward pass after which sums begin
+
     def run(self, block: Run, inputs: list[Value]) -> Sequence[Value]:
         """The outputs of a block of layers."""
         ...
@@ -49,8 +51,8 @@ class Machine(Protocol[Value]):
         """The gradient of a value with several readers."""
         ...
 
-    def after(self, position: int) -> None:
-        """So many steps of the backward pass are over: sums of gradients may begin."""
+    def start_sums(self, position: int) -> None:
+        """Begins the sums of the gradients that a step of the backward pass has completed."""
         ...
 
 
@@ -115,5 +117,6 @@ def backward(
                 coming.setdefault(step.source, []).append(wait)
             else:
                 machine.cut_back(step, take(step.target))
-        machine.after(position)
+        if position in machine.sum_starts:
+            machine.start_sums(position)
     return {name: take(name) for name in program.inputs}

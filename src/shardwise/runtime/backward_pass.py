@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm import About
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.box import Box
 from shardwise.plans.interpreter import backward
 from shardwise.plans.program import Program
 from shardwise.runtime.agreement import Disagreement, together
@@ -48,8 +47,7 @@ def run_backward_pass(
     begin = time.perf_counter()
     sums = state.gradients.sums(machine.bound, made.params, entry.all_hold())
     waited = {} if sums.held else _taken_up(made, sums)
-    parts = _own_parts(program, gradients, state.whole_outputs)
-    parts = {name: machine.types.kept(gradient) for name, gradient in parts.items()}
+    parts = _own_parts(machine, gradients)
     back = machine.turned(sums, keeps=not made.spent)
     inputs = backward(program, back, parts, reached.positions) | back.whole_gradients
     if made.spent:
@@ -144,16 +142,16 @@ def _enter(
     return entry, list(dict.fromkeys(name for (name, _), is_used in flags if is_used))
 
 
-def _own_parts(program: Program, gradients: Sequence[Any], full: bool) -> Tensors:
+def _own_parts(machine: RankMachine, gradients: Sequence[Any]) -> Tensors:
     """Every rank has the gradient of the whole output and takes its own part: no sum."""
     parts: Tensors = {}
+    program, own, types = machine.program, machine.bound.own_parts, machine.types
     for name, gradient in zip(program.outputs, gradients, strict=True):
         if gradient is not None:
-            if full:
-                whole = Box.whole(program.layouts[name].shape)
-                gradient = gradient.reshape(whole.shape)[program.boxes[name].slices_in(whole)]
+            if machine.whole_outputs:
+                gradient = gradient.reshape(program.layouts[name].shape)[own[name]]
             parts[name] = parts[name] + gradient if name in parts else gradient
-    return parts
+    return {name: types.kept(gradient) for name, gradient in parts.items()}
 
 
 def _input_gradient(state: State, program: Program, name: str, gradient: Any) -> Any:

@@ -11,7 +11,8 @@ import torch
 
 from shardwise.comm import About, Communicator
 from shardwise.comm.exchange import Delivery, Wait
-from shardwise.geometry.transfer import Transfer
+from shardwise.geometry.box import Box
+from shardwise.geometry.transfer import Slices, Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Gradients, Local, strategy_of
 from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
@@ -100,6 +101,15 @@ class Bound:
         layouts, rank = self.program.layouts, self.comm.rank
         return {
             name: Delivery.of(to_all(layouts[name]), rank, About(f"{name} to all"))
+            for name in self.program.outputs
+        }
+
+    @cached_property
+    def own_parts(self) -> dict[str, Slices]:
+        """Where this rank's part of every output lies in the whole."""
+        boxes, layouts = self.program.boxes, self.program.layouts
+        return {
+            name: boxes[name].slices_in(Box.whole(layouts[name].shape))
             for name in self.program.outputs
         }
 

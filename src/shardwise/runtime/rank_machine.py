@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,20 +42,15 @@ class RankMachine:
     tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of the block's Run
 
     def __post_init__(self) -> None:
+        self.program: Program = self.bound.program
+        self.comm: Communicator = self.bound.comm
         self.blocks: Blocks = self.bound.blocks(self.types)
         for wrap in self.wraps:
             self.blocks = {key: block.wrapped(wrap) for key, block in self.blocks.items()}
         self.sums: GradientSums  # of the way back, as all that follows
+        self.sum_starts: Collection[int]
         self.keeps: bool  # what the forward pass left is kept for another backward pass
         self.whole_gradients: Tensors  # of inputs that every rank has whole
-
-    @property
-    def program(self) -> Program:
-        return self.bound.program
-
-    @property
-    def comm(self) -> Communicator:
-        return self.bound.comm
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -97,7 +92,8 @@ class RankMachine:
     def turned(self, sums: GradientSums, keeps: bool) -> RankMachine:
         """The same for the way back, whose gradients of weights go to these sums."""
         machine = copy.copy(self)  # which goes with the sums, whose memory is used again
-        machine.sums, machine.keeps, machine.whole_gradients = sums, keeps, {}
+        machine.sums, machine.sum_starts = sums, sums.starting
+        machine.keeps, machine.whole_gradients = keeps, {}
         self.bound.delayed.clear()  # of a pass that failed
         return machine
 
@@ -143,9 +139,8 @@ class RankMachine:
     def add(self, gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return gradient + other
 
-    def after(self, position: int) -> None:
-        if position in self.sums.starting:
-            self.sums.start(position)
+    def start_sums(self, position: int) -> None:
+        self.sums.start(position)
 
     def _zeros(self, name: str) -> torch.Tensor:
         shape, dtype = self.program.boxes[name].shape, self.types.dtype(name)
