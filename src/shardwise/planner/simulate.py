@@ -7,7 +7,7 @@ ranks: thousands of ranks cost hardly more than one. Links serve transfers in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import numpy as np
@@ -76,7 +76,8 @@ class ClockMachine:
         self.ports = PortQueues(network)
         self.times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         chunks = gradient_chunks(program, engine, training.itemsize)
-        self.sums, self.sum_starts = _Sums(self, chunks), {chunk.start for chunk in chunks}
+        self.sums = _Sums(self, chunks)
+        self.sum_starts: Collection[int] = {chunk.start for chunk in chunks}
 
     def step(self) -> Trace:
         """One training step, or a forward pass where nothing is trained."""
