@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from results import save
 from shardwise.cluster.cluster import Cluster, Link
+from shardwise.cluster.schedules import ALGORITHMS, Switches, schedule
 from shardwise.comm import Communicator, SumRules
-from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
 from shardwise.launch.emulate import Wiring, run_on_hosts
 from shardwise.launch.launchers import init_from_environment, launched_switches, under_launcher
 from shardwise.measure.racing import (

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-# The schedules of shardwise.comm; the backend's own all-reduce, and whole vectors to everybody.
+# The schedules of schedules.py; the backend's own all-reduce, and whole vectors to everybody.
 Schedule = Literal["ring", "halving", "round-robin", "two-level"]
 Algorithm = Literal["backend", "direct", Schedule]
 
