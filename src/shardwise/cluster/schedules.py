@@ -20,7 +20,7 @@ from shardwise.cluster.measured_sums import Algorithm
 
 Span = tuple[int, int]  # of the vector's numbers: the first, and the first that is not in it
 Turn = np.ndarray  # one round of all ranks; int64 [messages, 4]: sender, receiver, start, stop
-Switches = tuple[tuple[int, ...], ...]  # the ranks of a group, by the switch they lie at
+Switches = tuple["int | Switches", ...]  # a group's ranks by the switch they lie at, if any; nested
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def _of_rank(turn: Turn, rank: int) -> Round:
     """One rank's messages; those of no numbers are left out, where ranks outnumber numbers."""
     turn = turn[turn[:, 2] < turn[:, 3]]
     sends, receives = turn[turn[:, 0] == rank, 1:], turn[turn[:, 1] == rank][:, [0, 2, 3]]
-    return Round(*(tuple(Message(*row) for row in rows.tolist()) for rows in (sends, receives)))
+    sent, received = (tuple(Message(*row) for row in rows.tolist()) for rows in (sends, receives))
+    return Round(sent, received)
 
 
 def parts(span: Span, count: int) -> np.ndarray:
@@ -105,15 +106,15 @@ def two_levels(switches: Switches, span: Span) -> Iterator[Turn]:
     Where switches have different numbers of ranks, their parts overlap in pieces; each piece has
     one owner per switch and a ring of its own.
     """
-    groups = [np.array(members) for members in switches]
+    groups = [consecutive((members,)) for members in switches]
     cuts = [parts(span, len(members)) for members in groups]
     yield from _together(ring(members, span) for members in groups)
     edges = np.unique(np.concatenate(cuts)).tolist()
-    owners = (
-        np.array([m[np.searchsorted(c[:, 1], start, "right")] for m, c in zip(groups, cuts)])
-        for start in edges[:-1]
-    )
-    yield from _together(map(ring, owners, pairwise(edges)))
+    owners = [
+        members[np.searchsorted(cut[:, 1], edges[:-1], "right")]
+        for members, cut in zip(groups, cuts, strict=True)
+    ]
+    yield from _together(map(ring, np.stack(owners, axis=1), pairwise(edges)))
 
 
 def _together(several: Iterable[Iterator[Turn]]) -> Iterator[Turn]:
@@ -124,13 +125,22 @@ def _together(several: Iterable[Iterator[Turn]]) -> Iterator[Turn]:
 
 def consecutive(switches: Switches) -> np.ndarray:
     """The ranks one switch after the other."""
-    return np.array([rank for members in switches for rank in members])
+    return np.array(list(_ranks(switches)))
+
+
+def _ranks(switches: Switches) -> Iterator[int]:
+    for switch in switches:
+        yield from (switch,) if isinstance(switch, int) else _ranks(switch)
 
 
 def round_robin(switches: Switches) -> np.ndarray:
     """One rank of each switch in turn, so that far partners lie at the same switch (P5)."""
-    turns = zip_longest(*switches)
-    return np.array([rank for turn in turns for rank in turn if rank is not None])
+    return np.array(list(_in_turn(switches)))
+
+
+def _in_turn(switches: Switches) -> Iterator[int]:
+    each = ((switch,) if isinstance(switch, int) else _in_turn(switch) for switch in switches)
+    return (rank for turn in zip_longest(*each) for rank in turn if rank is not None)
 
 
 ALGORITHMS: dict[Algorithm, Callable[[Switches, Span], Iterator[Turn]]] = {

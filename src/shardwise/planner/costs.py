@@ -23,7 +23,7 @@ from shardwise.planner.layer_costs import LayerCosts, Roofline, Timer, Training
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
 from shardwise.planner.rings import segments_of
-from shardwise.planner.sum_costs import SumCosts
+from shardwise.planner.sum_costs import SumCosts, SumModel
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
 
 STATISTICS = 8  # bytes of a number in the sums of a norm
@@ -89,13 +89,13 @@ class _Appraisal:
         strategy = strategy_of(self.layer)
         seconds, moved = np.zeros((2, len(self.configs)))
         partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
-        seconds[partial.places] += passes * partial.scatter_seconds()
-        moved[partial.places] += passes / 2 * partial.bytes()
+        seconds[partial.places] += passes * partial.each(SumModel.scatter_seconds)
+        moved[partial.places] += passes / 2 * partial.each(SumModel.bytes)
         if self.parent.training.statistics == "global":
             sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
             num_sums = passes + strategy.num_sums(self.layer) - 1
-            seconds[sums.places] += num_sums * sums.seconds()
-            moved[sums.places] += num_sums * sums.bytes()
+            seconds[sums.places] += num_sums * sums.each(SumModel.seconds)
+            moved[sums.places] += num_sums * sums.each(SumModel.bytes)
         return seconds, moved
 
     def _update(self) -> tuple[np.ndarray, np.ndarray]:
@@ -105,11 +105,11 @@ class _Appraisal:
         for pair in range(max(map(len, gathers))):
             targets = (gathered[pair][1] if gathered else None for gathered in gathers)
             gathered = self._sums(targets, self.parent.training.itemsize)
-            seconds[gathered.places] += gathered.scatter_seconds()
-            moved[gathered.places] += gathered.bytes() / 2
+            seconds[gathered.places] += gathered.each(SumModel.scatter_seconds)
+            moved[gathered.places] += gathered.each(SumModel.bytes) / 2
         for sums in self._blocks([not gathered for gathered in gathers]):
-            seconds[sums.places] += sums.seconds()
-            moved[sums.places] += sums.bytes()
+            seconds[sums.places] += sums.each(SumModel.seconds)
+            moved[sums.places] += sums.each(SumModel.bytes)
         return seconds, moved
 
     def _blocks(self, summed: list[bool]) -> list[SumCosts]:
@@ -136,11 +136,12 @@ class _Appraisal:
         places = [places for places, layout in pairs if layout is not None]
         present = [layout for _, layout in pairs if layout is not None]
         if not present:
-            return SumCosts.none(parent.network)
+            return SumCosts.none()
         rows = parent.rows(present)
         nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
         users = parent.columns.users(rows[:, 0])
-        return SumCosts(parent.network, np.concatenate(places), parent.models(rows), nbytes, users)
+        models, known = parent.models(rows), parent.network.models
+        return SumCosts(known, np.concatenate(places), models, nbytes, users)
 
 
 class Costs:
