@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -12,14 +12,14 @@ import numpy as np
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
 
 GIB = 1 << 30
-SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
 
 
 @dataclass(frozen=True)
@@ -73,75 +73,63 @@ class Prediction:
 
 
 def predict(plan: Plan, costs: Costs) -> Prediction:
-    """What this plan costs, from the same functions that the search minimises."""
-    graph = costs.graph
-    rows, stored, working = [], np.zeros(plan.world), np.zeros(plan.world)
-    memory: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-    for layer in graph.layers:
-        if layer.is_input:
-            continue
-        config = plan.config(layer, graph)
+    """What this plan costs, from the same functions that the search minimises; found out once."""
+    key = tuple(plan.layers.items())
+    if key not in costs.predictions:
+        costs.predictions[key] = _Appraised(plan, costs).prediction()
+    return costs.predictions[key]
+
+
+class _Appraised:
+    """A plan whose layers are looked at one by one."""
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.costs, self.graph, self.world = costs, costs.graph, plan.world
+        self.configs = {la.name: plan.config(la, costs.graph) for la in costs.graph.layers}
+
+    def prediction(self) -> Prediction:
+        graph = self.graph
+        rows, stored, working = [], np.zeros(self.world), np.zeros(self.world)
+        for layer in graph.layers:
+            if not layer.is_input:
+                row, buffers = self._row(layer)
+                rows.append(row)
+                held, while_running = self.costs.memory.of(self._split(layer))
+                stored += held
+                working = np.maximum(working, while_running + buffers)
+        rows += [self._output_row(graph[n]) for n in graph.outputs if n not in graph.inputs]
+        held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
+        return Prediction(tuple(rows), max(held), held)
+
+    def _split(self, layer: Layer) -> Split:
+        return Split.of(layer, self.configs[layer.name], self.world)
+
+    def _row(self, layer: Layer) -> tuple[PlannedLayer, np.ndarray]:
+        """What a layer costs, and the bytes per rank of what arrives for it."""
+        costs, config = self.costs, self.configs[layer.name]
         own, place = costs.at(layer, config)
         transfer, moved = float(own.transfer[place]), float(own.moved[place])
-        buffers = np.zeros(plan.world)
-        for index, name in value_operands(layer):
-            seconds, nbytes = _carried(plan, costs, layer, index, name)
+        buffers = np.zeros(self.world)
+        for index, source in ((i, self.graph[name]) for i, name in value_operands(layer)):
+            if source.is_input:
+                continue  # every rank reads its own part
+            ends = self.configs[source.name], config
+            seconds, nbytes = costs.transfer(source, layer, index, ends)
             transfer, moved = transfer + seconds, moved + nbytes
             if nbytes > 0:
-                buffers += _buffers(plan, costs, layer, index, name)
-        if (key := (costs.key(layer), config)) not in memory:
-            memory[key] = _memory(Split.of(layer, config, plan.world), costs)
-        stored += memory[key][0]
-        working = np.maximum(working, memory[key][1] + buffers)
-        rows.append(
-            PlannedLayer(
-                layer.name,
-                str(layer.attrs.get("called", layer.op)),
-                config,
-                float(own.compute[place]),
-                transfer,
-                float(own.update[place]),
-                round(moved),
-                round(float(own.memory[place])),
-            )
-        )
-    rows += [_output_row(plan, costs, name) for name in graph.outputs if name not in graph.inputs]
-    held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
-    return Prediction(tuple(rows), max(held), held)
+                buffers += costs.memory.moving(self._split(source), self._split(layer), index)
+        called = str(layer.attrs.get("called", layer.op))
+        times = float(own.compute[place]), transfer, float(own.update[place])
+        memory = round(float(own.memory[place]))
+        return PlannedLayer(layer.name, called, config, *times, round(moved), memory), buffers
 
-
-def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes per rank that a layer holds all the time, and while it runs."""
-    kept = costs.saved(split) if costs.training.gradients else 0.0
-    return costs.stored(split) + kept, costs.working(split)
-
-
-def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> tuple[float, float]:
-    """The transfer of one operand: seconds and bytes."""
-    graph, source = costs.graph, costs.graph[name]
-    if source.is_input:
-        return 0.0, 0.0  # every rank reads its own part
-    return costs.transfer(
-        source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
-    )
-
-
-def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> np.ndarray:
-    """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
-    source, graph = costs.graph[name], costs.graph
-    held = strategy_of(source).output(Split.of(source, plan.config(source, graph), plan.world))
-    split = Split.of(layer, plan.config(layer, graph), plan.world)
-    needed = strategy_of(layer).needs(split)[index].layout
-    return (held.numels + needed.numels) * float(costs.training.itemsize)
-
-
-def _output_row(plan: Plan, costs: Costs, name: str) -> PlannedLayer:
-    """Carrying an output to all ranks, for the user's loss."""
-    layer = costs.graph[name]
-    own, place = costs.at(layer, plan.config(layer, costs.graph))
-    table = costs.output_table(layer, own.outputs.one(place))
-    seconds, moved = float(table.seconds[0, 0]), float(table.nbytes[0, 0])
-    return PlannedLayer(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
+    def _output_row(self, layer: Layer) -> PlannedLayer:
+        """Carrying an output to all ranks, for the user's loss."""
+        own, place = self.costs.at(layer, self.configs[layer.name])
+        table = self.costs.output_table(layer, own.outputs.one(place))
+        seconds, moved = float(table.seconds[0, 0]), round(float(table.nbytes[0, 0]))
+        name = f"output of {layer.name}"
+        return PlannedLayer(name, "gather", Config(), 0.0, seconds, 0.0, moved, 0)
 
 
 def wanted(plan: Plan, costs: Costs) -> bool:

@@ -6,9 +6,10 @@ strategies declare, carried over the cluster's links. Layers that are alike shar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,132 +17,24 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import strategy_of
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.config_stacks import Stacks
-from shardwise.planner.layer_costs import LayerCosts, Roofline, Timer, Training
+from shardwise.planner.layer_costs import (
+    Appraisal,
+    LayerCosts,
+    Roofline,
+    Timer,
+    Training,
+    differentiable,
+)
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
+from shardwise.planner.memory import Memory
 from shardwise.planner.rings import segments_of
-from shardwise.planner.sum_costs import SumCosts, SumModel
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
 
-STATISTICS = 8  # bytes of a number in the sums of a norm
 ROUNDING = 1 + 1e-9
-
-
-class _Appraisal:
-    """One layer under many configs: what its strategy says, stack by stack, as arrays of costs."""
-
-    def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
-        self.parent, self.layer, self.configs = costs, layer, configs
-        strategy = strategy_of(layer)
-        stacks = costs.stacks.of(configs, strategy.degrees_matter)
-        self.places = [np.asarray(places) for places, _ in stacks]
-        self.order = np.argsort(np.concatenate(self.places))
-        self.splits = [Split.stacked(layer, stack) for _, stack in stacks]
-        self.outputs = [strategy.output(split) for split in self.splits]
-        self.needs = [
-            [needs[i].layout for needs in map(strategy.needs, self.splits)]
-            for i in range(len(layer.operands))
-        ]
-
-    def costs(self) -> LayerCosts:
-        parent, layer = self.parent, self.layer
-        trains = parent.training.gradients and layer.name in parent.differentiable
-        seconds = [parent.timer.seconds(split) for split in self.splits]
-        forward, backward = map(self._most, zip(*seconds, strict=True))
-        transfer, moved = self._inside(2.0 if trains else 1.0)
-        update, summed = self._update() if trains and layer.params else (0.0 * moved, 0.0)
-        sizes = [self._numels(layouts) for layouts in self.needs]
-        made = self._numels(self.outputs)
-        needs = [
-            self._layouts(layouts, operand.shape) if operand.kind == "value" else None
-            for operand, layouts in zip(layer.operands, self.needs, strict=True)
-        ]
-        return LayerCosts(
-            self.configs,
-            forward,
-            backward * trains,
-            transfer,
-            update,
-            moved + summed,
-            self._most([parent.held(layer, sizes, len(made))]),
-            self._most([parent.kept(layer, sizes, made)]) * trains,
-            self._layouts(self.outputs, layer.shape),
-            tuple(needs),
-        )
-
-    def _most(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The most on any rank, for each config."""
-        amounts = np.concatenate(parts).reshape(-1, self.parent.world)
-        return amounts.max(axis=1)[self.order]
-
-    @staticmethod
-    def _numels(layouts: list[Layout]) -> np.ndarray:
-        return np.concatenate([layout.numels for layout in layouts])
-
-    def _layouts(self, layouts: list[Layout], shape: tuple[int, ...]) -> Layouts:
-        return self.parent.columns.layouts(self.parent.rows(layouts)[self.order], shape)
-
-    def _inside(self, passes: float) -> tuple[np.ndarray, np.ndarray]:
-        """Partial results that are added, and statistics that are summed, both ways."""
-        strategy = strategy_of(self.layer)
-        seconds, moved = np.zeros((2, len(self.configs)))
-        partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
-        seconds[partial.places] += passes * partial.each(SumModel.scatter_seconds)
-        moved[partial.places] += passes / 2 * partial.each(SumModel.bytes)
-        if self.parent.training.statistics == "global":
-            sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
-            num_sums = passes + strategy.num_sums(self.layer) - 1
-            seconds[sums.places] += num_sums * sums.each(SumModel.seconds)
-            moved[sums.places] += num_sums * sums.each(SumModel.bytes)
-        return seconds, moved
-
-    def _update(self) -> tuple[np.ndarray, np.ndarray]:
-        """Gradients are summed over the ranks that share a block, or gathered (P3)."""
-        seconds, moved = np.zeros((2, len(self.configs)))
-        gathers = [strategy_of(self.layer).gathers(split) for split in self.splits]
-        for pair in range(max(map(len, gathers))):
-            targets = (gathered[pair][1] if gathered else None for gathered in gathers)
-            gathered = self._sums(targets, self.parent.training.itemsize)
-            seconds[gathered.places] += gathered.each(SumModel.scatter_seconds)
-            moved[gathered.places] += gathered.each(SumModel.bytes) / 2
-        for sums in self._blocks([not gathered for gathered in gathers]):
-            seconds[sums.places] += sums.each(SumModel.seconds)
-            moved[sums.places] += sums.each(SumModel.bytes)
-        return seconds, moved
-
-    def _blocks(self, summed: list[bool]) -> list[SumCosts]:
-        """The blocks of weights; those of smaller parameters of the same ranks go with the first.
-
-        A bias is packed with its weight, except where only some of the ranks carry it.
-        """
-        found: list[SumCosts] = []
-        for operand, layouts in zip(self.layer.operands, self.needs, strict=True):
-            if operand.kind != "param":
-                continue
-            there = (layout if s else None for s, layout in zip(summed, layouts, strict=True))
-            sums = self._sums(there, self.parent.training.itemsize)
-            if found:
-                packed = sums.users == found[0].users
-                found[0].nbytes[packed] += sums.nbytes[packed]
-                sums = sums.where(~packed)
-            found.append(sums)
-        return found
-
-    def _sums(self, layouts: Iterable[Layout | None], itemsize: int) -> SumCosts:
-        """For each config that has such a layout: which ranks hold the same, and its bytes."""
-        parent, pairs = self.parent, list(zip(self.places, layouts, strict=True))
-        places = [places for places, layout in pairs if layout is not None]
-        present = [layout for _, layout in pairs if layout is not None]
-        if not present:
-            return SumCosts.none()
-        rows = parent.rows(present)
-        nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
-        users = parent.columns.users(rows[:, 0])
-        models, known = parent.models(rows), parent.network.models
-        return SumCosts(known, np.concatenate(places), models, nbytes, users)
 
 
 class Costs:
@@ -157,7 +50,7 @@ class Costs:
         self.graph, self.cluster = graph, cluster
         self.training = training or Training()
         self.timer = timer or Roofline(cluster.device, self.training.itemsize)
-        self.network = Network(cluster)
+        self.network, self.memory = Network(cluster), Memory(graph, self.training)
         self.candidates = Candidates.of(graph, cluster.world)
         # Measured times are kept by the axes that are split; to the roofline they are all the same.
         self.stacks = Stacks(cluster.world, merge=isinstance(self.timer, Roofline))
@@ -166,9 +59,11 @@ class Costs:
         self._keys: dict[str, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._layers: dict[Hashable, LayerCosts] = {}
-        self._alone: dict[Hashable, LayerCosts] = {}
+        self._alone: dict[tuple[Hashable, Config], LayerCosts] = {}
+        self._at: dict[tuple[str, Config], tuple[LayerCosts, int]] = {}
         self._models: dict[Hashable, int] = {}
         self._edges: dict[Hashable, np.ndarray] = {}
+        self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
 
     @property
     def world(self) -> int:
@@ -176,13 +71,7 @@ class Costs:
 
     @cached_property
     def differentiable(self) -> frozenset[str]:
-        """Layers whose output depends on weights, so that gradients flow back to them."""
-        found: set[str] = set()
-        for layer in self.graph.layers:
-            ends = strategy_of(layer).ends_gradient(layer)
-            if not ends and (layer.params or any(name in found for name in layer.inputs)):
-                found.add(layer.name)
-        return frozenset(found)
+        return differentiable(self.graph)
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -200,20 +89,13 @@ class Costs:
             attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
             operands = tuple((o.kind, o.shape) for o in layer.operands)
             looks = layer.op, layer.shape, layer.dims, tuple(attrs), operands
-            looks = *looks, self._saves(layer), layer.name in self.differentiable
+            looks = *looks, self.memory.saves_output(layer), layer.name in self.differentiable
             self._keys[layer.name] = self._kinds.setdefault(looks, len(self._kinds))
         return self._keys[layer.name]
 
-    def _saves(self, layer: Layer) -> bool:
-        """Whether a layer's output is kept for its own sake: no reader keeps it anyway."""
-        if not strategy_of(layer).keeps_output(layer):
-            return False
-        readers = [self.graph[name] for name in self.graph.consumers[layer.name]]
-        return not any(strategy_of(reader).keeps(reader) for reader in readers)
-
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""
-        costs = _Appraisal(self, layer, configs).costs()
+        costs = Appraisal(self, layer, configs).costs()
         if self.world > MANY:
             self.stacks.forget()
         return costs
@@ -237,51 +119,6 @@ class Costs:
             bounds = [np.concatenate(bounds)]
         shape = self.world, *bounds[0].shape[1:]
         return np.concatenate([self.columns.of(found.reshape(-1, *shape)) for found in bounds])
-
-    def stored(self, split: Split) -> np.ndarray:
-        """Bytes of weights, their gradients and the optimizer's state per rank."""
-        needs = strategy_of(split.layer).needs(split)
-        return self.held(split.layer, [need.layout.numels for need in needs], split.world)
-
-    def held(self, layer: Layer, numels: list[np.ndarray], num_ranks: int) -> np.ndarray:
-        """The same from the numbers of elements of the operands."""
-        copies = 2 + self.training.states if self.training.gradients else 1
-        held = np.zeros(num_ranks)
-        for operand, count in zip(layer.operands, numels, strict=True):
-            if operand.kind != "value":
-                held += count * (copies if operand.kind == "param" else 1)
-        return held * self.training.itemsize
-
-    def saved(self, split: Split) -> np.ndarray:
-        """Bytes that the layer keeps for the backward pass per rank."""
-        strategy = strategy_of(split.layer)
-        numels = [need.layout.numels for need in strategy.needs(split)]
-        return self.kept(split.layer, numels, strategy.output(split).numels)
-
-    def kept(self, layer: Layer, numels: list[np.ndarray], made: np.ndarray) -> np.ndarray:
-        """The same from the numbers of elements of the operands and of the output."""
-        strategy, kept = strategy_of(layer), np.zeros(len(made))
-        if strategy.keeps(layer):
-            for operand, count in zip(layer.operands, numels, strict=True):
-                kept += count * (operand.kind == "value")
-        if self._saves(layer):
-            kept += made
-        return kept * self.training.itemsize + made * strategy.keeps_bytes
-
-    def working(self, split: Split) -> np.ndarray:
-        """Bytes per rank that come and go while the layer runs forward or backward."""
-        strategy = strategy_of(split.layer)
-        read = sum(
-            need.layout.numels
-            for operand, need in zip(split.layer.operands, strategy.needs(split), strict=True)
-            if operand.kind == "value"
-        )
-        partial, made = strategy.partial(split), strategy.output(split).numels
-        both = 2.0 if self.training.gradients else 1.0  # gradients beside values
-        working = (read + (made if partial is None else partial.numels)) * both
-        if partial is not None:  # its parts as messages, and those of the others as they arrive
-            working = working + 2.0 * partial.numels
-        return working * self.training.itemsize
 
     # -- edges ---------------------------------------------------------------------------------
 
@@ -314,7 +151,12 @@ class Costs:
 
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
-        key, config = self.key(layer), usual(layer, config)
+        if (layer.name, config) not in self._at:
+            self._at[layer.name, config] = self._find(layer, usual(layer, config))
+        return self._at[layer.name, config]
+
+    def _find(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
+        key = self.key(layer)
         known = self._layers.get(key)
         if known is not None and config in known.places:
             return known, known.places[config]

@@ -16,7 +16,7 @@ from shardwise.files import alone_with, write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
-from shardwise.planner.layer_costs import Roofline, Timer
+from shardwise.planner.layer_costs import Roofline, Timer, differentiable
 
 FORMAT = "shardwise-times-1"
 
@@ -159,14 +159,9 @@ class Measured:
 
 
 def first_layers(graph: LayerGraph) -> frozenset[str]:
-    """Layers that read only the model's inputs, so that no gradient flows on from them."""
-    trained: set[str] = set()
-    for layer in graph.layers:
-        if layer.params or any(name in trained for name in layer.inputs):
-            trained.add(layer.name)
-    return frozenset(
-        layer.name for layer in graph.layers if not any(name in trained for name in layer.inputs)
-    )
+    """Layers that read nothing that depends on weights: no gradient flows on from them."""
+    trained = differentiable(graph)
+    return frozenset(layer.name for layer in graph.layers if trained.isdisjoint(layer.inputs))
 
 
 def all_works(splits: Iterable[Split], first: frozenset[str]) -> Iterator[Work]:
