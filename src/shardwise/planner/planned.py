@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -167,10 +167,10 @@ def examine(
     costs: Costs, engine: Engine | None = None, cap: int | None = None, chosen: Plan | None = None
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
-    planner = Planner(costs)
+    planner, steps = Planner(costs), _Steps(costs, engine)
     few = costs.world <= SIMULATED
     rivals = {
-        name: Rival(rival, prediction, _simulated(rival, costs, engine).seconds if few else 0.0)
+        name: Rival(rival, prediction, steps.of(rival).seconds if few else 0.0)
         for name, (rival, prediction) in baselines(costs).items()
     }
     if chosen is None:
@@ -178,12 +178,11 @@ def examine(
         if few:
             fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
             candidates += fitting
-            steps = [_simulated(candidate, costs, engine).seconds for candidate in candidates]
+            seconds = [steps.of(candidate).seconds for candidate in candidates]
         else:
-            steps = [predict(candidate, costs).seconds for candidate in candidates]
-        chosen = candidates[int(np.argmin(steps))]
-    trace = _simulated(chosen, costs, engine)
-    findings = Findings(costs, chosen, predict(chosen, costs), trace, rivals)
+            seconds = [predict(candidate, costs).seconds for candidate in candidates]
+        chosen = candidates[int(np.argmin(seconds))]
+    findings = Findings(costs, chosen, predict(chosen, costs), steps.of(chosen), rivals)
     return replace(chosen, findings=findings)
 
 
@@ -196,8 +195,20 @@ def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
     return [planner.under(cap)[0], *fitting]
 
 
-def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:
-    return simulate(plan, costs.graph, costs.cluster, costs.timer, costs.training, engine)
+class _Steps:
+    """The simulated steps of plans, each found out once: several ways lead to the same plan."""
+
+    def __init__(self, costs: Costs, engine: Engine | None) -> None:
+        self.costs, self.engine = costs, engine
+        self._known: dict[Hashable, Trace] = {}
+
+    def of(self, plan: Plan) -> Trace:
+        if (key := tuple(plan.layers.items())) not in self._known:
+            costs = self.costs
+            self._known[key] = simulate(
+                plan, costs.graph, costs.cluster, costs.timer, costs.training, self.engine
+            )
+        return self._known[key]
 
 
 def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
