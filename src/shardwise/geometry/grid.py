@@ -62,11 +62,11 @@ class Config:
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise ValueError(f"ranks {list(self.ranks)} must be different and not negative")
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         return prod(self.degrees)
 

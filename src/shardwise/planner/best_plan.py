@@ -14,7 +14,7 @@ from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.candidates import most_workers
-from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.costs import Costs
 from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
@@ -90,13 +90,12 @@ class _Appraised:
     def prediction(self) -> Prediction:
         graph = self.graph
         rows, stored, working = [], np.zeros(self.world), np.zeros(self.world)
-        for layer in graph.layers:
-            if not layer.is_input:
-                row, buffers = self._row(layer)
-                rows.append(row)
-                held, while_running = self.costs.memory.of(self._split(layer))
-                stored += held
-                working = np.maximum(working, while_running + buffers)
+        for layer in map(graph.by_name.__getitem__, self.costs.sources):
+            row, buffers = self._row(layer)
+            rows.append(row)
+            held, while_running = self.costs.memory.of(self._split(layer))
+            stored += held
+            working = np.maximum(working, while_running + buffers)
         rows += [self._output_row(graph[n]) for n in graph.outputs if n not in graph.inputs]
         held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
         return Prediction(tuple(rows), max(held), held)
@@ -110,9 +109,7 @@ class _Appraised:
         own, place = costs.at(layer, config)
         transfer, moved = float(own.transfer[place]), float(own.moved[place])
         buffers = np.zeros(self.world)
-        for index, source in ((i, self.graph[name]) for i, name in value_operands(layer)):
-            if source.is_input:
-                continue  # every rank reads its own part
+        for index, source in costs.sources[layer.name]:
             ends = self.configs[source.name], config
             seconds, nbytes = costs.transfer(source, layer, index, ends)
             transfer, moved = transfer + seconds, moved + nbytes
@@ -159,10 +156,9 @@ class Planner:
         """Who reads whom: the places of both layers, and which operand it is."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
         return [
-            (place[name], place[layer.name], operand)
-            for layer in self.layers
-            for operand, name in value_operands(layer)
-            if name in place
+            (place[source.name], place[name], operand)
+            for name, sources in self.costs.sources.items()
+            for operand, source in sources
         ]
 
     @cached_property

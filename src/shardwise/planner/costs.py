@@ -47,14 +47,15 @@ class Costs:
         timer: Timer | None = None,
         training: Training | None = None,
     ) -> None:
-        self.graph, self.cluster = graph, cluster
+        self.graph, self.cluster, self.world = graph, cluster, cluster.world
+        self.differentiable = differentiable(graph)
         self.training = training or Training()
         self.timer = timer or Roofline(cluster.device, self.training.itemsize)
         self.network, self.memory = Network(cluster), Memory(graph, self.training)
-        self.candidates = Candidates.of(graph, cluster.world)
+        self.candidates = Candidates.of(graph, self.world)
         # Measured times are kept by the axes that are split; to the roofline they are all the same.
-        self.stacks = Stacks(cluster.world, merge=isinstance(self.timer, Roofline))
-        self.columns = Columns(cluster.world)
+        self.stacks = Stacks(self.world, merge=isinstance(self.timer, Roofline))
+        self.columns = Columns(self.world)
         self.traffic = Traffic(self.network, self.training.itemsize)
         self._keys: dict[str, int] = {}
         self._kinds: dict[Hashable, int] = {}
@@ -65,13 +66,14 @@ class Costs:
         self._edges: dict[Hashable, np.ndarray] = {}
         self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
 
-    @property
-    def world(self) -> int:
-        return self.cluster.world
-
     @cached_property
-    def differentiable(self) -> frozenset[str]:
-        return differentiable(self.graph)
+    def sources(self) -> dict[str, list[tuple[int, Layer]]]:
+        """The operands of each layer that are made by other layers: their places and makers."""
+        made = {layer.name: layer for layer in self.graph.layers if not layer.is_input}
+        return {
+            layer.name: [(i, made[name]) for i, name in value_operands(layer) if name in made]
+            for layer in made.values()
+        }
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Costs:
             attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
             operands = tuple((o.kind, o.shape) for o in layer.operands)
             looks = layer.op, layer.shape, layer.dims, tuple(attrs), operands
-            looks = *looks, self.memory.saves_output(layer), layer.name in self.differentiable
+            looks = *looks, layer.name in self.memory.saving, layer.name in self.differentiable
             self._keys[layer.name] = self._kinds.setdefault(looks, len(self._kinds))
         return self._keys[layer.name]
 

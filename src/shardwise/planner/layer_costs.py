@@ -118,16 +118,14 @@ class Appraisal:
 
     def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
         self.parent, self.layer, self.configs = costs, layer, configs
-        strategy = strategy_of(layer)
+        self.strategy = strategy = strategy_of(layer)
         stacks = costs.stacks.of(configs, strategy.degrees_matter)
         self.places = [np.asarray(places) for places, _ in stacks]
         self.order = np.argsort(np.concatenate(self.places))
         self.splits = [Split.stacked(layer, stack) for _, stack in stacks]
         self.outputs = [strategy.output(split) for split in self.splits]
-        self.needs = [
-            [needs[i].layout for needs in map(strategy.needs, self.splits)]
-            for i in range(len(layer.operands))
-        ]
+        needed = [strategy.needs(split) for split in self.splits]
+        self.needs = [[needs[i].layout for needs in needed] for i in range(len(layer.operands))]
 
     def costs(self) -> LayerCosts:
         parent, layer = self.parent, self.layer
@@ -169,7 +167,7 @@ class Appraisal:
 
     def _inside(self, passes: float) -> tuple[np.ndarray, np.ndarray]:
         """Partial results that are added, and statistics that are summed, both ways."""
-        strategy = strategy_of(self.layer)
+        strategy = self.strategy
         seconds, moved = np.zeros((2, len(self.configs)))
         partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
         seconds[partial.places] += passes * partial.each(SumModel.scatter_seconds)
@@ -184,7 +182,7 @@ class Appraisal:
     def _update(self) -> tuple[np.ndarray, np.ndarray]:
         """Gradients are summed over the ranks that share a block, or gathered (P3)."""
         seconds, moved = np.zeros((2, len(self.configs)))
-        gathers = [strategy_of(self.layer).gathers(split) for split in self.splits]
+        gathers = [self.strategy.gathers(split) for split in self.splits]
         for pair in range(max(map(len, gathers))):
             targets = (gathered[pair][1] if gathered else None for gathered in gathers)
             gathered = self._sums(targets, self.parent.training.itemsize)

@@ -107,7 +107,7 @@ class Network:
         ]
         return tuple(level for level in levels if len(level) > 1) or (levels[0],)
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.cluster.world
 

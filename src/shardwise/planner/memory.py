@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -60,16 +61,20 @@ class Memory:
         if strategy.keeps(layer):
             for operand, count in zip(layer.operands, read, strict=True):
                 saved += count * (operand.kind == "value")
-        if self.saves_output(layer):
+        if layer.name in self.saving:
             saved += made
         return saved * self.training.itemsize + made * strategy.keeps_bytes
 
-    def saves_output(self, layer: Layer) -> bool:
-        """Whether a layer's output is kept for its own sake: no reader keeps it anyway."""
-        if not strategy_of(layer).keeps_output(layer):
-            return False
-        readers = [self.graph[name] for name in self.graph.consumers[layer.name]]
-        return not any(strategy_of(reader).keeps(reader) for reader in readers)
+    @cached_property
+    def saving(self) -> frozenset[str]:
+        """Layers whose output is kept for its own sake: no reader keeps it anyway."""
+        keeping = {layer.name for layer in self.graph.layers if strategy_of(layer).keeps(layer)}
+        return frozenset(
+            layer.name
+            for layer in self.graph.layers
+            if strategy_of(layer).keeps_output(layer)
+            and keeping.isdisjoint(self.graph.consumers[layer.name])
+        )
 
     def moving(self, source: Split, target: Split, operand: int) -> np.ndarray:
         """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""

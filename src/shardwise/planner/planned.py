@@ -17,7 +17,7 @@ from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.captures import capture
 from shardwise.planner.best_plan import PlannedLayer, Planner, Prediction, baselines, predict, size
-from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.planner.simulate import simulate
@@ -80,16 +80,15 @@ class Findings:
             raise PlanError(f"the model has no layer {name!r} to explain{hint}")
         layer, own = graph[name], costs.of(graph[name])
         reading, onward = np.zeros((2, len(own.configs)))
-        for index, source in value_operands(layer):
-            if not graph[source].is_input:
-                chosen = self.plan.config(graph[source], graph)
-                ends = [(chosen, config) for config in own.configs]
-                reading += [costs.transfer(graph[source], layer, index, pair)[0] for pair in ends]
+        for index, source in costs.sources[name]:
+            chosen = self.plan.config(source, graph)
+            ends = [(chosen, config) for config in own.configs]
+            reading += [costs.transfer(source, layer, index, pair)[0] for pair in ends]
         for reader in map(graph.__getitem__, graph.consumers[name]):
             chosen = self.plan.config(reader, graph)
             ends = [(config, chosen) for config in own.configs]
-            for index, source in value_operands(reader):
-                if source == name:
+            for index, source in costs.sources[reader.name]:
+                if source is layer:
                     onward += [costs.transfer(layer, reader, index, pair)[0] for pair in ends]
         wanted = np.ones(len(own.configs), dtype=bool)
         if name in graph.outputs:
