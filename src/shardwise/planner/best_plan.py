@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from shardwise.planner.costs import Costs
 from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -232,22 +229,15 @@ class Planner:
                 low = price
         return best
 
-    @cached_property
-    def unlimited_memory(self) -> int:
-        """What the best plan needs where memory costs nothing."""
-        return self._priced(0.0)[1].memory
-
     def _priced(self, price: float) -> tuple[Plan, Prediction]:
         plan = self.best(price=price)
         return plan, predict(plan, self.costs)
 
     def _high_price(self) -> float:
         """A price at which time hardly counts."""
-        seconds = sum(float(self.costs.of(layer).total.max()) for layer in self.layers)
-        return 1e3 * seconds / max(1.0, self._least_sum())
-
-    def _least_sum(self) -> float:
-        return sum(float(self.costs.of(layer).memory.min()) for layer in self.layers)
+        each = [self.costs.of(layer) for layer in self.layers]
+        seconds = sum(float(costs.total.max()) for costs in each)
+        return 1e3 * seconds / max(1.0, sum(float(costs.memory.min()) for costs in each))
 
     def least_memory(self) -> tuple[Plan, Prediction]:
         """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
@@ -308,7 +298,7 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
     }.items():
         best: tuple[Plan, Prediction] | None = None
         for plan in plans:
-            plan = _on_all(plan, world)
+            plan = replace(plan, world=world)
             if not wanted(plan, costs):
                 continue
             prediction = predict(plan, costs)
@@ -321,10 +311,6 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
     return found
 
 
-def _on_all(plan: Plan, world: int) -> Plan:
-    return replace(plan, world=world)
-
-
 def _counts(world: int) -> list[int]:
     counts = {k for k in range(1, world + 1) if world % k == 0}
     return sorted(counts | {1 << k for k in range(world.bit_length())}, reverse=True)
@@ -333,9 +319,8 @@ def _counts(world: int) -> list[int]:
 def _uniform(costs: Costs, splits: list[tuple[str, ...]]) -> Iterator[Plan]:
     """The same split for all layers over all workers; samples take what the axes leave."""
     graph, world = costs.graph, costs.world
-    limits = _limits(graph)
     for axes in splits:
-        if not set(axes) <= {*limits, "n", "c", "f"}:
+        if not set(axes) <= {*costs.candidates.spatial, "n", "c", "f"}:
             continue
         if axes == ("n",):
             for count in _counts(world):
@@ -358,11 +343,6 @@ def _shares(world: int, axes: int) -> Iterator[tuple[int, ...]]:
         if world % first == 0:
             for rest in _shares(world // first, axes - 1):
                 yield (first, *rest)
-
-
-def _limits(graph: LayerGraph) -> dict[str, float]:
-    labels = {label for layer in graph.layers for label in layer.dims if label in "dhw"}
-    return dict.fromkeys(labels, inf)
 
 
 def size(nbytes: float) -> str:

@@ -27,15 +27,12 @@ class Ring:
     @classmethod
     def of(cls, segments: np.ndarray) -> Ring | None:
         used = np.flatnonzero(segments >= 0)
-        if len(used) < 2:
-            return None
-        order = used[np.argsort(segments[used], kind="stable")]
-        ids = segments[order]
-        first = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-        counts = np.diff(np.append(first, len(ids)))
-        sizes = np.repeat(counts, counts)
-        keep = sizes > 1
-        return cls(order[keep], ids[keep], sizes[keep]) if keep.any() else None
+        _, place, counts = np.unique(segments[used], return_inverse=True, return_counts=True)
+        order = np.argsort(place, kind="stable")
+        ranks, sizes = used[order], counts[place[order]]
+        several = sizes > 1
+        found = cls(ranks[several], segments[ranks[several]], sizes[several])
+        return found if several.any() else None
 
     @cached_property
     def size(self) -> int:
@@ -140,9 +137,5 @@ def segments_of(bounds: np.ndarray) -> np.ndarray:
     rows = bounds.reshape(*bounds.shape[:2], -1)
     empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=-1)
     mixed = (rows * MIX[: rows.shape[-1]]).sum(axis=-1)  # wraps around; equal for equal rows
-    if bounds.shape[1] <= 64:
-        first = (mixed[:, :, None] == mixed[:, None, :]).argmax(axis=2)
-    else:
-        found = (np.unique(row, return_index=True, return_inverse=True) for row in mixed)
-        first = np.stack([index[inverse] for _, index, inverse in found])
-    return np.where(empty, -1, first)
+    found = (np.unique(row, return_index=True, return_inverse=True) for row in mixed)
+    return np.where(empty, -1, np.stack([index[inverse] for _, index, inverse in found]))
