@@ -71,7 +71,7 @@ class Prediction:
 
 def predict(plan: Plan, costs: Costs) -> Prediction:
     """What this plan costs, from the same functions that the search minimises; found out once."""
-    key = tuple(plan.layers.items())
+    key = (plan.world, *plan.layers.items())
     if key not in costs.predictions:
         costs.predictions[key] = _Appraised(plan, costs).prediction()
     return costs.predictions[key]

@@ -129,7 +129,7 @@ class Costs:
         held, needed, passes = self._ends(source, target, operand)
         key = held.key, needed.key, held.index.tobytes(), needed.index.tobytes(), passes
         if key not in self._edges:
-            least = self.traffic.least_seconds(held, needed)
+            least = self.traffic.table(held, needed, sampled=True).seconds
             self._edges[key] = least[np.ix_(held.index, needed.index)] * passes
         return self._edges[key]
 

@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Level, Network
 
-MANY = 16  # ports of a level up to which `Traffic.least_seconds` looks at all of them
+MANY = 16  # ports of a level up to which `Traffic.table` looks at all of them
 CACHED = 1 << 16  # numbers of an array that stays in the cache: 512 KiB
 ROOM = 1 << 24  # numbers of each kind that are remembered between tables: 128 MiB
 CHANNELS = 1  # the dimension in which layers of the same resolution differ
@@ -35,8 +35,7 @@ class Traffic:
 
     def __init__(self, network: Network, itemsize: int) -> None:
         self.network, self.itemsize = network, itemsize
-        self._tables: dict[tuple[bytes, bytes], Table] = {}
-        self._least: dict[tuple[bytes, bytes], np.ndarray] = {}
+        self._tables: dict[tuple[bytes, bytes, bool], Table] = {}
         self._terms, self._rests = _Known(ROOM), _Known(ROOM)
         self._numels: dict[tuple[bytes, bool], list[np.ndarray]] = {}
         self._are_grids: dict[tuple[bytes, int], np.ndarray] = {}
@@ -51,26 +50,19 @@ class Traffic:
         return self._some if sampled else self.network.levels
 
     def knows(self, held: Layouts, needed: Layouts) -> bool:
-        return (held.key, needed.key) in self._tables
+        return (held.key, needed.key, False) in self._tables
 
-    def table(self, held: Layouts, needed: Layouts) -> Table:
-        """Seconds and bytes between all pairs of layouts."""
-        key = held.key, needed.key
-        if key not in self._tables:
-            self._tables[key] = self._table(held, needed, sampled=False)
-        return self._tables[key]
+    def table(self, held: Layouts, needed: Layouts, sampled: bool = False) -> Table:
+        """Seconds and bytes between all pairs of layouts.
 
-    def least_seconds(self, held: Layouts, needed: Layouts) -> np.ndarray:
-        """A lower bound of the seconds: the time of the busiest of some ports of each level.
-
-        On small clusters of all ports, so that it is exact.
+        `sampled`: a lower bound of the seconds, the time of the busiest of some ports of each
+        level. On small clusters of all ports, so that it is exact.
         """
-        if self.network.world <= MANY:
-            return self.table(held, needed).seconds
-        key = held.key, needed.key
-        if key not in self._least:
-            self._least[key] = self._table(held, needed, sampled=True).seconds
-        return self._least[key]
+        sampled = sampled and self.network.world > MANY
+        key = held.key, needed.key, sampled
+        if key not in self._tables:
+            self._tables[key] = self._table(held, needed, sampled)
+        return self._tables[key]
 
     def _table(self, held: Layouts, needed: Layouts, sampled: bool) -> Table:
         pairs = _Pairs(self, held, needed, sampled)
