@@ -193,6 +193,21 @@ def test_a_cluster_may_have_one_way_to_sum(schedule: Schedule) -> None:
     assert only.sum_seconds(segments, MB) == pytest.approx(fixed + per_byte * MB)
 
 
+def test_near_partners_come_first_on_every_level() -> None:
+    rates = (8e9, 4e9, 1e9)
+    three = network(*(link(f"level{i}", count=2, bandwidth=rate) for i, rate in enumerate(rates)))
+    # One rank sends 1/2 to its neighbour, two 1/4 each over their port, then four 1/8 each.
+    expected = 2 * sum(0.5 / rate for rate in rates)
+    assert taken(three, one_segment(8))["round-robin"][1] == pytest.approx(expected)
+
+
+def test_a_small_ring_ends_early_and_leaves_its_ports_to_others() -> None:
+    hosts = network(link("bus", count=2, bandwidth=1e15), link("ethernet", count=3))
+    segments = np.array([0, 1, 0, 1, -1, 1])  # both leave the first host; the second once more
+    expected = 2 * ((1 / 2 + 1 / 3) + 1 / 3) * MB / 1e9
+    assert hosts.sum_seconds(segments, MB) == pytest.approx(expected)
+
+
 def test_where_the_only_way_to_sum_does_not_apply_there_is_the_ring() -> None:
     flat = network(link(count=6, latency=1e-4))
     only = Network(flat.cluster.model_copy(update={"schedules": ("halving",)}))

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.grid import Config
-from shardwise.geometry.layout import Layout
+from shardwise.geometry.layout import Layout, first_holders
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import strategy_of
 from shardwise.planner.candidates import Candidates
@@ -31,7 +31,6 @@ from shardwise.planner.layer_costs import (
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
 from shardwise.planner.memory import Memory
-from shardwise.planner.rings import segments_of
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
 
 ROUNDING = 1 + 1e-9
@@ -110,7 +109,7 @@ class Costs:
             pattern = frozenset(self.columns.patterns(columns).tolist())
             if pattern not in known:
                 boxes = self.columns.boxes(columns)
-                known[pattern] = self.network.model(segments_of(boxes[None])[0])
+                known[pattern] = self.network.model(first_holders(boxes))
             known[row] = known[pattern]
         return np.array([known[row] for row in found])
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwise.cluster.measured_sums import Schedule
 from shardwise.cluster.schedules import ALGORITHMS, Switches
+from shardwise.geometry.layout import first_holders
 
 # From senders, receivers and sizes of messages to the latency of each, and the time of the bytes.
 Carried = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, float]]
@@ -124,18 +125,6 @@ def _messages(traffic: _Traffic, ranks: np.ndarray, place: int) -> tuple[np.ndar
     return ranks[:, senders].ravel(), ranks[:, receivers].ravel(), parts
 
 
-# -- segments --------------------------------------------------------------------------------------
-
-MIX = np.random.default_rng(7).integers(1, 1 << 62, size=32)
-
-
 def segments_of(bounds: np.ndarray) -> np.ndarray:
-    """The first rank that has the same box, for each rank; -1 for an empty box.
-
-    For many layouts at once: [layouts, world, ndim, 2] to [layouts, world].
-    """
-    rows = bounds.reshape(*bounds.shape[:2], -1)
-    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=-1)
-    mixed = (rows * MIX[: rows.shape[-1]]).sum(axis=-1)  # wraps around; equal for equal rows
-    found = (np.unique(row, return_index=True, return_inverse=True) for row in mixed)
-    return np.where(empty, -1, np.stack([index[inverse] for _, index, inverse in found]))
+    """Which ranks hold the same, in many layouts; [layouts, world, ndim, 2] to [layouts, world]."""
+    return np.stack([first_holders(each) for each in bounds])
