@@ -53,21 +53,13 @@ def works(
     pattern = "".join(a for a in AXES if getattr(split.config, a) > 1)
     head = f"{_described(layer)} split={pattern} dx={int(input_gradient)} {dtype}"
     head += " gather" if gathered else ""
-    found = []
+    configs = (split.config,) if split.stack is None else split.stack.configs
+    found, world = [], split.world // len(configs)
     for row, rank in zip(unique, busy[first], strict=True):
-        config, own_rank = _config_at(split, int(rank))
         key = f"{head} {_shapes_text(row, layouts)}"
-        world = split.world if split.stack is None else split.world // len(split.stack.configs)
-        found.append(Work(key, layer, config, world, own_rank, input_gradient))
+        which, own_rank = divmod(int(rank), world)
+        found.append(Work(key, layer, configs[which], world, own_rank, input_gradient))
     return found, index
-
-
-def _config_at(split: Split, rank: int) -> tuple[Config, int]:
-    """The config and the rank inside it, where several configs stand side by side."""
-    if split.stack is None:
-        return split.config, rank
-    world = split.world // len(split.stack.configs)
-    return split.stack.configs[rank // world], rank % world
 
 
 def _described(layer: Layer) -> str:
