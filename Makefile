@@ -4,7 +4,7 @@ TORCH := torch==2.13.0
 OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0 einops==0.8.1
 
 # A contributor's loop: these take about a minute.
-QUICK := tests/geometry tests/plans/test_plan.py $(patsubst %,tests/comm/test_%.py,in_process schedules pipeline) \
+QUICK := tests/geometry tests/plans/test_plan.py tests/cluster/test_schedules.py $(patsubst %,tests/comm/test_%.py,in_process pipeline) \
   $(patsubst %,tests/model/test_%.py,types capture) \
   tests/operators/test_every_operator.py::test_an_operator_split_in_two_equals_one_device
 

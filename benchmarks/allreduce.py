@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from results import save
 from shardwise.cluster.cluster import Cluster, Link
+from shardwise.cluster.schedules import ALGORITHMS
 from shardwise.comm import Communicator, SumRules
-from shardwise.comm.schedules import ALGORITHMS, Switches, schedule
 from shardwise.launch.emulate import Wiring, run_on_hosts
 from shardwise.launch.launchers import init_from_environment, launched_switches, under_launcher
 from shardwise.measure.racing import (
@@ -137,29 +137,15 @@ def predictions(figures: Figures, switches: tuple[int, ...], nbytes: int) -> dic
         ),
         Link(name="uplink", latency=figures.latency, bandwidth=per_switch / figures.across),
     )
-    device = Cluster.load("local").device
-    network = Network(Cluster(name="probed", device=device, links=links, workers=len(switches)))
-    groups = SumRules(switches).of(tuple(range(len(switches))))
+    device = Cluster.load("local").device.model_copy(update={"adding": 1 / figures.adding})
+    cluster = Cluster(name="probed", device=device, links=links, workers=len(switches))
+    everybody = np.zeros(len(switches), dtype=np.int64)
     return {
-        label: _predicted(network, algorithm, groups, nbytes, figures.adding)
+        label: Network(cluster.model_copy(update={"schedules": (algorithm,)})).sum_seconds(
+            everybody, nbytes
+        )
         for label, algorithm in zip(LABELS[1:], ALGORITHMS, strict=False)
     }
-
-
-def _predicted(
-    network: Network, algorithm: Any, switches: Switches, nbytes: int, adding: float
-) -> float:
-    world = network.world
-    rounds = [schedule(algorithm, switches, rank, nbytes) for rank in range(world)]
-    total = 0.0
-    for turn in zip(*rounds, strict=True):
-        matrix = np.zeros((world, world))
-        for rank, one in enumerate(turn):
-            for message in one.sends:
-                matrix[rank, message.peer] += message.stop - message.start
-        total += network.message_seconds(matrix)
-        total += adding * float(matrix.sum(axis=0).max()) if turn[0].adds else 0.0
-    return total
 
 
 def worker(arguments: argparse.Namespace) -> None:

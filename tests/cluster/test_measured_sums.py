@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
+from shardwise.cluster.schedules import ALGORITHMS
 from shardwise.comm import SumRules
-from shardwise.comm.schedules import ALGORITHMS
 from shardwise.errors import ShardwiseError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.cluster.schedules import ALGORITHMS, Round, Switches, schedule
 from shardwise.comm.pipeline import RoundPiece, pipeline
-from shardwise.comm.schedules import ALGORITHMS, Round, Switches, schedule
 
 TOPOLOGIES: list[Switches] = [
     ((0, 1, 2, 3), (4, 5, 6, 7)),

@@ -13,8 +13,8 @@ from pool import shared_pool
 from shardwise import Plan, capture, parallelize
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner
+from shardwise.cluster.schedules import ALGORITHMS
 from shardwise.comm import About, Communicator, SumRules
-from shardwise.comm.schedules import ALGORITHMS
 from shardwise.comm.summing import CHUNK
 from shardwise.errors import LostPeer
 

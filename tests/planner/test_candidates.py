@@ -247,4 +247,4 @@ def test_the_shared_medium_of_a_large_cluster_is_sampled_by_whole_groups() -> No
     rows = columns.of(np.stack([halves.bounds, Layout.replicated((64, 4), 64).bounds]))
     layouts = Layouts.of(columns, rows)
     exact = traffic.table(layouts, layouts).seconds[:1]
-    assert traffic.least_seconds(layouts, layouts)[:1] == pytest.approx(exact)
+    assert traffic.table(layouts, layouts, sampled=True).seconds[:1] == pytest.approx(exact)

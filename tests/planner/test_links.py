@@ -7,12 +7,13 @@ from math import log2
 import numpy as np
 import pytest
 
+from message_times import message_seconds
 from shardwise.cluster.cluster import Cluster, Device, Link
-from shardwise.cluster.measured_sums import Winner
+from shardwise.cluster.measured_sums import Schedule, Winner
 from shardwise.geometry.layout import Layout
 from shardwise.planner.links import Network
 from shardwise.planner.rings import Ring, segments_of
-from shardwise.planner.sum_costs import SumCosts
+from shardwise.planner.sum_costs import SumCosts, SumModel
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
 MB = 1e6
@@ -39,49 +40,68 @@ def one_segment(world: int) -> np.ndarray:
     return np.zeros(world, dtype=np.int64)
 
 
+def taken(network: Network, segments: np.ndarray) -> dict[Schedule, tuple[float, float]]:
+    """The latency and the time per byte of every schedule that applies."""
+    ring = Ring.of(segments)
+    assert ring is not None
+    return network.schedules(ring)
+
+
+def model(network: Network, segments: np.ndarray) -> SumModel:
+    return network.models[network.model(segments)]
+
+
+def scatter_seconds(network: Network, segments: np.ndarray, nbytes: float) -> float:
+    return float(model(network, segments).scatter_seconds(np.array(nbytes)))
+
+
+def sum_bytes(network: Network, segments: np.ndarray, nbytes: float) -> float:
+    return float(model(network, segments).bytes(np.array(nbytes)))
+
+
 # -- messages --------------------------------------------------------------------------------------
 
 
 def test_on_a_flat_switch_the_busiest_port_counts() -> None:
     flat = network(link(count=4, latency=1e-4))
-    assert flat.message_seconds(matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
+    assert message_seconds(flat, matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
     pair = matrix(4, (0, 1, MB), (2, 3, MB))  # other ports, so at the same time
-    assert flat.message_seconds(pair) == pytest.approx(1e-4 + 1e-3)
+    assert message_seconds(flat, pair) == pytest.approx(1e-4 + 1e-3)
     both_ways = matrix(4, (0, 1, MB), (1, 0, MB))  # a port sends and receives at once
-    assert flat.message_seconds(both_ways) == pytest.approx(1e-4 + 1e-3)
+    assert message_seconds(flat, both_ways) == pytest.approx(1e-4 + 1e-3)
     fan_out = matrix(4, (0, 1, MB), (0, 2, 2 * MB), (0, 3, 3 * MB))
-    assert flat.message_seconds(fan_out) == pytest.approx(3 * 1e-4 + 6e-3)
-    assert flat.message_seconds(fan_out.T) == pytest.approx(3 * 1e-4 + 6e-3)
+    assert message_seconds(flat, fan_out) == pytest.approx(3 * 1e-4 + 6e-3)
+    assert message_seconds(flat, fan_out.T) == pytest.approx(3 * 1e-4 + 6e-3)
 
 
 def test_nothing_sent_takes_no_time() -> None:
-    assert network(link(count=4, latency=1.0)).message_seconds(np.zeros((4, 4))) == 0.0
+    assert message_seconds(network(link(count=4, latency=1.0)), np.zeros((4, 4))) == 0.0
 
 
 def test_an_oversubscribed_uplink_is_shared_by_the_ranks_behind_it() -> None:
     # Two switches of two hosts; the uplink of two 1 GB/s ports is oversubscribed 4:1: 0.5 GB/s.
     uplink = link("uplink", count=2, latency=3e-4, bandwidth=2e9, oversubscription=4)
     two = network(link(count=2, latency=1e-4), uplink)
-    assert two.message_seconds(matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
-    assert two.message_seconds(matrix(4, (0, 2, MB))) == pytest.approx(3e-4 + 2e-3)
+    assert message_seconds(two, matrix(4, (0, 1, MB))) == pytest.approx(1e-4 + 1e-3)
+    assert message_seconds(two, matrix(4, (0, 2, MB))) == pytest.approx(3e-4 + 2e-3)
     across = matrix(4, (0, 2, MB), (1, 3, MB))  # both leave the first switch
-    assert two.message_seconds(across) == pytest.approx(3e-4 + 4e-3)
+    assert message_seconds(two, across) == pytest.approx(3e-4 + 4e-3)
     opposite = matrix(4, (0, 2, MB), (3, 1, MB))  # one leaves it, one enters it
-    assert two.message_seconds(opposite) == pytest.approx(3e-4 + 2e-3)
+    assert message_seconds(two, opposite) == pytest.approx(3e-4 + 2e-3)
     mostly_inside = matrix(4, (0, 1, 9 * MB), (0, 2, MB))  # the host's port is busier
-    assert two.message_seconds(mostly_inside) == pytest.approx(2 * 3e-4 + 10e-3)
+    assert message_seconds(two, mostly_inside) == pytest.approx(2 * 3e-4 + 10e-3)
 
 
 def test_on_a_shared_medium_all_messages_take_turns() -> None:
     bus = network(link("bus", count=4, latency=1e-4, shared=True))
     pair = matrix(4, (0, 1, MB), (2, 3, 2 * MB))
-    assert bus.message_seconds(pair) == pytest.approx(1e-4 + 3e-3)
+    assert message_seconds(bus, pair) == pytest.approx(1e-4 + 3e-3)
 
 
 def test_two_groups_have_a_shared_medium_each() -> None:
     buses = network(link("bus", count=2, shared=True), link("uplink", count=2))
     pair = matrix(4, (0, 1, MB), (2, 3, 2 * MB))
-    assert buses.message_seconds(pair) == pytest.approx(2e-3)
+    assert message_seconds(buses, pair) == pytest.approx(2e-3)
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -91,9 +111,7 @@ def test_two_groups_have_a_shared_medium_each() -> None:
 def test_a_ring_takes_its_textbook_time(world: int) -> None:
     alpha, beta, nbytes = 1e-4, 1e-9, 4 * MB
     flat = network(link(count=world, latency=alpha))
-    ring = Ring.of(one_segment(world))
-    assert ring is not None
-    fixed, per_byte = flat._ring(ring)
+    fixed, per_byte = taken(flat, one_segment(world))["ring"]
     expected = 2 * (world - 1) * (alpha + nbytes / world * beta)
     assert fixed + per_byte * nbytes == pytest.approx(expected)
     assert flat.sum_seconds(one_segment(world), nbytes) <= expected * (1 + 1e-12)
@@ -116,15 +134,13 @@ def supernodes(p: int, q: int, alpha: float, beta1: float, beta2: float) -> Netw
 @pytest.mark.parametrize(("p", "q"), [(8, 2), (8, 4), (16, 4), (64, 16), (1024, 256)])
 def test_halving_with_near_or_far_partners_first_is_p5s_formula(p: int, q: int) -> None:
     alpha, beta1, beta2, n = 2e-6, 1 / 12e9, 4 / 12e9, 100 * MB
-    machine, ring = supernodes(p, q, alpha, beta1, beta2), Ring.of(one_segment(p))
-    assert ring is not None
+    machine = supernodes(p, q, alpha, beta1, beta2)
+    models = taken(machine, one_segment(p))
     # P5, section 5.1, without the time of the additions: a reduce-scatter and as long an allgather.
     near = log2(p) * alpha + (p - p / q) * beta1 * n / p + (p / q - 1) * beta2 * n / p
     far = log2(p) * alpha + (q - 1) * beta1 * n / p + (p - q) * beta2 * n / p
-    for near_first, expected in ((True, 2 * near), (False, 2 * far)):
-        model = machine._halving(ring, near_first)
-        assert model is not None
-        assert model[0] + model[1] * n == pytest.approx(expected)
+    for name, expected in (("round-robin", 2 * near), ("halving", 2 * far)):
+        assert models[name][0] + models[name][1] * n == pytest.approx(expected)
         assert machine.sum_seconds(one_segment(p), n) <= expected * (1 + 1e-12)
     assert near < far
 
@@ -137,10 +153,7 @@ def test_small_sums_are_halved_since_a_ring_has_more_steps() -> None:
 
 def test_two_levels_of_rings_are_the_ring_inside_and_the_ring_across() -> None:
     p, q, alpha, beta1, beta2, n = 12, 4, 1e-4, 1e-9, 4e-9, 8 * MB
-    machine, ring = supernodes(p, q, alpha, beta1, beta2), Ring.of(one_segment(p))
-    assert ring is not None
-    model = machine._two_levels(ring)
-    assert model is not None
+    model = taken(supernodes(p, q, alpha, beta1, beta2), one_segment(p))["two-level"]
     inside = 2 * (q - 1) * (alpha + n / q * beta1)
     across = 2 * (p // q - 1) * (alpha + n / q / (p // q) * beta2)
     assert model[0] + model[1] * n == pytest.approx(inside + across)
@@ -148,17 +161,11 @@ def test_two_levels_of_rings_are_the_ring_inside_and_the_ring_across() -> None:
 
 def test_the_best_algorithm_counts() -> None:
     machine, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
-    ring = Ring.of(segments)
-    assert ring is not None
-    models = [
-        machine._ring(ring),
-        machine._halving(ring, True),
-        machine._halving(ring, False),
-        machine._two_levels(ring),
-    ]
+    models = taken(machine, segments)
+    assert len(models) == 4
     winners = set()
     for nbytes in (0.0, 1e3, 1e5, 1e7, 1e9):
-        times = [m[0] + m[1] * nbytes for m in models if m is not None]
+        times = [fixed + per_byte * nbytes for fixed, per_byte in models.values()]
         assert machine.sum_seconds(segments, nbytes) == pytest.approx(min(times))
         winners.add(int(np.argmin(times)))
     assert len(winners) > 1
@@ -166,33 +173,39 @@ def test_the_best_algorithm_counts() -> None:
 
 def test_the_latency_of_a_ring_adds_up_hop_by_hop() -> None:
     hosts = network(link(count=4, latency=1e-5), link("uplink", count=3, latency=1e-3))
-    ring = Ring.of(one_segment(12))
-    assert ring is not None
     around = 9 * 1e-5 + 3 * 1e-3  # three hops inside each host, and one to the next
-    assert hosts._ring(ring)[0] == pytest.approx(2 * (around - 1e-5))  # one is not needed
+    assert taken(hosts, one_segment(12))["ring"][0] == pytest.approx(
+        2 * (around - 1e-5)
+    )  # one is not needed
 
 
 def test_the_slowest_of_several_rings_counts() -> None:
     hosts = network(link(count=2, latency=1e-5), link("uplink", count=3, latency=1e-3))
-    ring = Ring.of(np.array([0, 0, 1, 2, 1, 2]))  # one inside a host, two across
-    assert ring is not None
-    assert hosts._ring(ring)[0] == pytest.approx(2 * 1 / 2 * 2 * 1e-3)
+    segments = np.array([0, 0, 1, 2, 1, 2])  # one inside a host, two across
+    assert taken(hosts, segments)["ring"][0] == pytest.approx(2 * 1 / 2 * 2 * 1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "halving", "round-robin", "two-level"])
-def test_a_cluster_may_have_one_way_to_sum(schedule: str) -> None:
+def test_a_cluster_may_have_one_way_to_sum(schedule: Schedule) -> None:
     free, segments = supernodes(8, 4, 1e-5, 1e-9, 4e-9), one_segment(8)
-    ring = Ring.of(segments)
-    assert ring is not None
-    models = {
-        "ring": free._ring(ring),
-        "halving": free._halving(ring, near_first=False),
-        "round-robin": free._halving(ring, near_first=True),
-        "two-level": free._two_levels(ring),
-    }
     only = Network(free.cluster.model_copy(update={"schedules": (schedule,)}))
-    fixed, per_byte = models[schedule] or (0.0, 0.0)
+    fixed, per_byte = taken(free, segments)[schedule]
     assert only.sum_seconds(segments, MB) == pytest.approx(fixed + per_byte * MB)
+
+
+def test_near_partners_come_first_on_every_level() -> None:
+    rates = (8e9, 4e9, 1e9)
+    three = network(*(link(f"level{i}", count=2, bandwidth=rate) for i, rate in enumerate(rates)))
+    # One rank sends 1/2 to its neighbour, two 1/4 each over their port, then four 1/8 each.
+    expected = 2 * sum(0.5 / rate for rate in rates)
+    assert taken(three, one_segment(8))["round-robin"][1] == pytest.approx(expected)
+
+
+def test_a_small_ring_ends_early_and_leaves_its_ports_to_others() -> None:
+    hosts = network(link("bus", count=2, bandwidth=1e15), link("ethernet", count=3))
+    segments = np.array([0, 1, 0, 1, -1, 1])  # both leave the first host; the second once more
+    expected = 2 * ((1 / 2 + 1 / 3) + 1 / 3) * MB / 1e9
+    assert hosts.sum_seconds(segments, MB) == pytest.approx(expected)
 
 
 def test_where_the_only_way_to_sum_does_not_apply_there_is_the_ring() -> None:
@@ -237,21 +250,21 @@ def test_a_measured_sum_of_the_uplink_is_used_only_by_segments_that_cross_it() -
 def test_a_staged_sum_sends_and_fetches_every_copy_over_the_medium() -> None:
     host = link("host", count=4, shared=True, staged=True, bandwidth=2e9)
     assert network(host).sum_seconds(one_segment(4), MB) == pytest.approx(2 * 4 * MB / 2e9)
-    assert network(host).sum_bytes(one_segment(4), MB) == pytest.approx(2 * 4 * MB)
+    assert sum_bytes(network(host), one_segment(4), MB) == pytest.approx(2 * 4 * MB)
 
 
 @pytest.mark.parametrize("segments", [[0, 1, 2, 3], [-1, -1, -1, -1], [-1, 5, -1, -1]])
 def test_a_segment_of_one_rank_costs_nothing(segments: list[int]) -> None:
     flat = network(link(count=4, latency=1.0))
-    for measure in (flat.sum_seconds, flat.scatter_seconds, flat.sum_bytes):
-        assert measure(np.array(segments), MB) == 0.0
+    for measure in (Network.sum_seconds, scatter_seconds, sum_bytes):
+        assert measure(flat, np.array(segments), MB) == 0.0
 
 
 def test_one_worker_has_nothing_to_sum() -> None:
     alone = network(link(latency=1.0))
     assert alone.world == 1
     assert alone.sum_seconds(one_segment(1), MB) == 0.0
-    assert alone.message_seconds(np.zeros((1, 1))) == 0.0
+    assert message_seconds(alone, np.zeros((1, 1))) == 0.0
 
 
 def test_disjoint_segments_at_once_share_the_port_of_their_host() -> None:
@@ -267,9 +280,9 @@ def test_disjoint_segments_at_once_share_the_port_of_their_host() -> None:
 
 def test_the_bytes_of_a_sum_are_two_blocks_per_rank_less_the_own_part() -> None:
     flat = network(link(count=6))
-    assert flat.sum_bytes(one_segment(6), 6 * MB) == pytest.approx(6 * 2 * 5 * MB)
+    assert sum_bytes(flat, one_segment(6), 6 * MB) == pytest.approx(6 * 2 * 5 * MB)
     pairs = np.array([0, 0, 2, 2, -1, -1])
-    assert flat.sum_bytes(pairs, 6 * MB) == pytest.approx(4 * 2 * 3 * MB)
+    assert sum_bytes(flat, pairs, 6 * MB) == pytest.approx(4 * 2 * 3 * MB)
 
 
 # -- reduce-scatter and all-gather -----------------------------------------------------------------
@@ -277,7 +290,7 @@ def test_the_bytes_of_a_sum_are_two_blocks_per_rank_less_the_own_part() -> None:
 
 def test_a_scatter_sends_all_but_the_own_part() -> None:
     flat = network(link(count=4, latency=1e-4))
-    assert flat.scatter_seconds(one_segment(4), MB) == pytest.approx(3 * 1e-4 + 0.75 * MB / 1e9)
+    assert scatter_seconds(flat, one_segment(4), MB) == pytest.approx(3 * 1e-4 + 0.75 * MB / 1e9)
 
 
 def test_a_scatter_across_hosts_waits_for_the_busier_of_port_and_uplink() -> None:
@@ -285,17 +298,30 @@ def test_a_scatter_across_hosts_waits_for_the_busier_of_port_and_uplink() -> Non
     slow = link("ethernet", count=2, latency=3e-4)
     hosts = network(link("bus", count=2, latency=1e-4, bandwidth=1e10), slow)
     expected = 3 * 3e-4 + 2 * 0.5 * MB / 1e9
-    assert hosts.scatter_seconds(one_segment(4), MB) == pytest.approx(expected)
+    assert scatter_seconds(hosts, one_segment(4), MB) == pytest.approx(expected)
     fast = link("fabric", count=2, latency=3e-4, bandwidth=1e12)
     hosts = network(link("bus", count=2, latency=1e-4, bandwidth=1e10), fast)
     expected = 3 * 3e-4 + 0.75 * MB / 1e10  # now a worker's own port is the busiest
-    assert hosts.scatter_seconds(one_segment(4), MB) == pytest.approx(expected)
+    assert scatter_seconds(hosts, one_segment(4), MB) == pytest.approx(expected)
 
 
 def test_without_latency_a_sum_takes_as_long_as_two_scatters() -> None:
     flat = network(link(count=8))
-    scatter, both = (f(one_segment(8), MB) for f in (flat.scatter_seconds, flat.sum_seconds))
-    assert both == pytest.approx(2 * scatter)
+    scatter = scatter_seconds(flat, one_segment(8), MB)
+    assert flat.sum_seconds(one_segment(8), MB) == pytest.approx(2 * scatter)
+
+
+MIXED = [0, 0, 1, 1, 1, 1, -1, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("segments", [[0] * 12, [0, 1, 2] * 4, MIXED])
+def test_a_scatter_takes_what_its_messages_take(segments: list[int]) -> None:
+    uplink = link("uplink", count=3, latency=3e-4, bandwidth=2e9, oversubscription=4)
+    two, of = network(link(count=4, latency=1e-4), uplink), np.array(segments)
+    sizes = np.bincount(of[of >= 0])[of]
+    everybody = (of[:, None] == of) & (of >= 0) & ~np.eye(12, dtype=bool)
+    messages = np.where(everybody, MB / sizes, 0.0)
+    assert scatter_seconds(two, of, MB) == pytest.approx(message_seconds(two, messages))
 
 
 # -- segments --------------------------------------------------------------------------------------
@@ -328,5 +354,6 @@ def test_sums_take_what_the_winners_were_measured_to_take() -> None:
     assert net.sum_seconds(everybody, 2000) == plain.sum_seconds(everybody, 2000)
     numbers = np.array([net.model(groups) for groups in (halves, pairs, everybody)])
     nbytes = np.full(3, 2000.0)
-    found = SumCosts(net, np.arange(3), numbers, nbytes, np.zeros(3)).seconds()
+    sums = SumCosts(net.models, np.arange(3), numbers, nbytes, np.zeros(3))
+    found = sums.each(SumModel.seconds)
     assert found == pytest.approx([1.0, 8.0, plain.sum_seconds(everybody, 2000)])

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-# The schedules of shardwise.comm; the backend's own all-reduce, and whole vectors to everybody.
+# The schedules of schedules.py; the backend's own all-reduce, and whole vectors to everybody.
 Schedule = Literal["ring", "halving", "round-robin", "two-level"]
 Algorithm = Literal["backend", "direct", Schedule]
 
@@ -46,7 +46,7 @@ def fastest(
     winners: Sequence[Winner], num_ranks: int, num_switches: int, nbytes: int
 ) -> Algorithm | None:
     """The winner of the measured size that is nearest, in ratio; None where none was measured."""
-    known = [w for w in winners if (w.ranks, w.switches) == (num_ranks, num_switches)]
+    known = _of_kind(winners, num_ranks, num_switches)
     if not known:
         return None
     return min(known, key=lambda w: abs(log(w.bytes / max(nbytes, 1)))).algorithm
@@ -57,8 +57,12 @@ Measured = tuple[tuple[int, float], ...]  # bytes and seconds of winners, by ris
 
 def measured(winners: Sequence[Winner], num_ranks: int, num_switches: int) -> Measured:
     """What sums in groups of this kind were measured to take; empty where none was measured."""
-    known = [w for w in winners if (w.ranks, w.switches) == (num_ranks, num_switches)]
+    known = _of_kind(winners, num_ranks, num_switches)
     return tuple(sorted((w.bytes, w.seconds) for w in known))
+
+
+def _of_kind(winners: Sequence[Winner], num_ranks: int, num_switches: int) -> list[Winner]:
+    return [w for w in winners if (w.ranks, w.switches) == (num_ranks, num_switches)]
 
 
 def seconds_of(table: Measured, nbytes: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.comm.schedules import Message, Round, Rounds
+from shardwise.cluster.schedules import Message, Round, Rounds
 
 
 @dataclass(frozen=True)

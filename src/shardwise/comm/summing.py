@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from shardwise.cluster.schedules import Rounds
 from shardwise.comm.pipeline import RoundPiece, pipeline
-from shardwise.comm.schedules import Rounds
 
 CHUNK = 1 << 20  # bytes of a piece, which is added and sent on while the next ones arrive
 AHEAD = 4  # pieces that may arrive before they are wanted

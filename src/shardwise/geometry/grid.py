@@ -62,26 +62,19 @@ class Config:
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise ValueError(f"ranks {list(self.ranks)} must be different and not negative")
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         return prod(self.degrees)
 
-    @cached_property
-    def _coordinates(self) -> dict[str, np.ndarray]:
-        indices = np.unravel_index(np.arange(self.num_workers), self.degrees)
-        return dict(zip(AXES, indices, strict=True))
-
     def coordinates(self, world: int) -> dict[str, np.ndarray]:
         """Each rank's coordinate along each axis, -1 for ranks that are not used; int64 [world]."""
-        result = {}
-        for axis, indices in self._coordinates.items():
-            result[axis] = np.full(world, -1, dtype=np.int64)
-            result[axis][list(self.ranks)] = indices
-        return result
+        found = np.full((len(AXES), world), -1, dtype=np.int64)
+        found[:, self.ranks] = np.unravel_index(np.arange(self.num_workers), self.degrees)
+        return dict(zip(AXES, found, strict=True))
 
     @property
     def _split(self) -> str:

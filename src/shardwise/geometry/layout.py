@@ -117,31 +117,31 @@ class Layout:
     @cached_property
     def is_segmented(self) -> bool:
         """Any two ranks hold the same box or disjoint ones, as the blocks of a weight do."""
-        different = np.unique(self._rows[self.numels > 0], axis=0)
-        return Layout(self.shape, different.reshape(-1, *self.bounds.shape[1:])).is_disjoint
+        return Layout(self.shape, self.bounds[self._is_first]).is_disjoint
 
     def owners(self) -> Layout:
         """Of ranks that hold the same box, only the lowest keeps it."""
-        _, first = np.unique(self._rows, axis=0, return_index=True)
-        keep = np.isin(np.arange(self.world), first)
-        return Layout.of(self.shape, list(np.moveaxis(self.bounds * keep[:, None, None], 1, 0)))
+        kept = self.bounds * self._is_first[:, None, None]
+        return Layout.of(self.shape, list(np.moveaxis(kept, 1, 0)))
 
     def segment(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same box as this one."""
-        same = (self._rows == self._rows[rank]).all(axis=1)
-        return tuple(np.flatnonzero(same).tolist())
+        return tuple(np.flatnonzero(self.holders == self.holders[rank]).tolist())
 
     @cached_property
     def segments(self) -> tuple[tuple[int, ...], ...]:
         """The groups of several ranks that hold the same box."""
-        _, index = np.unique(self._rows, axis=0, return_inverse=True)
-        index = np.where(self.numels > 0, index.reshape(-1), -1)
-        members = [np.flatnonzero(index == i) for i in range(int(index.max(initial=-1)) + 1)]
-        return tuple(tuple(ranks.tolist()) for ranks in members if len(ranks) > 1)
+        found = map(self.segment, np.flatnonzero(self._is_first).tolist())
+        return tuple(ranks for ranks in found if len(ranks) > 1)
+
+    @cached_property
+    def holders(self) -> np.ndarray:
+        """The first rank that holds the same box, for each rank; -1 for an empty one."""
+        return first_holders(self.bounds)
 
     @property
-    def _rows(self) -> np.ndarray:
-        return self.bounds.reshape(self.world, -1)
+    def _is_first(self) -> np.ndarray:
+        return self.holders == np.arange(self.world)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -155,6 +155,14 @@ class Layout:
 
     def __str__(self) -> str:
         return " ".join(f"{rank}:{self[rank]}" for rank in range(self.world) if self.numels[rank])
+
+
+def first_holders(bounds: np.ndarray) -> np.ndarray:
+    """The first rank that has the same box, for each rank; -1 for an empty box."""
+    rows = bounds.reshape(len(bounds), -1)
+    _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
+    return np.where(empty, -1, first[place.reshape(-1)])
 
 
 def _reach(bounds: np.ndarray, shape: tuple[int, ...]) -> bool:

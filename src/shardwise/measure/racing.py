@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from shardwise.cluster.measured_sums import Algorithm, Winner
+from shardwise.cluster.schedules import ALGORITHMS, Message, Round
 from shardwise.comm import Communicator, SumRules
-from shardwise.comm.schedules import ALGORITHMS, Message, Round
 
 LANE = "sums"
 SIZES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # bytes: 4 KiB to 16 MiB

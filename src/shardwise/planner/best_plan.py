@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 import numpy as np
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import Split
 from shardwise.planner.candidates import most_workers
-from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.costs import Costs
+from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
-
-GIB = 1 << 30
-SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
 
 
 @dataclass(frozen=True)
@@ -73,75 +70,60 @@ class Prediction:
 
 
 def predict(plan: Plan, costs: Costs) -> Prediction:
-    """What this plan costs, from the same functions that the search minimises."""
-    graph = costs.graph
-    rows, stored, working = [], np.zeros(plan.world), np.zeros(plan.world)
-    memory: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-    for layer in graph.layers:
-        if layer.is_input:
-            continue
-        config = plan.config(layer, graph)
+    """What this plan costs, from the same functions that the search minimises; found out once."""
+    key = (plan.world, *plan.layers.items())
+    if key not in costs.predictions:
+        costs.predictions[key] = _Appraised(plan, costs).prediction()
+    return costs.predictions[key]
+
+
+class _Appraised:
+    """A plan whose layers are looked at one by one."""
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.costs, self.graph, self.world = costs, costs.graph, plan.world
+        self.configs = {la.name: plan.config(la, costs.graph) for la in costs.graph.layers}
+
+    def prediction(self) -> Prediction:
+        graph = self.graph
+        rows, stored, working = [], np.zeros(self.world), np.zeros(self.world)
+        for layer in map(graph.by_name.__getitem__, self.costs.sources):
+            row, buffers = self._row(layer)
+            rows.append(row)
+            held, while_running = self.costs.memory.of(self._split(layer))
+            stored += held
+            working = np.maximum(working, while_running + buffers)
+        rows += [self._output_row(graph[n]) for n in graph.outputs if n not in graph.inputs]
+        held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
+        return Prediction(tuple(rows), max(held), held)
+
+    def _split(self, layer: Layer) -> Split:
+        return Split.of(layer, self.configs[layer.name], self.world)
+
+    def _row(self, layer: Layer) -> tuple[PlannedLayer, np.ndarray]:
+        """What a layer costs, and the bytes per rank of what arrives for it."""
+        costs, config = self.costs, self.configs[layer.name]
         own, place = costs.at(layer, config)
         transfer, moved = float(own.transfer[place]), float(own.moved[place])
-        buffers = np.zeros(plan.world)
-        for index, name in value_operands(layer):
-            seconds, nbytes = _carried(plan, costs, layer, index, name)
+        buffers = np.zeros(self.world)
+        for index, source in costs.sources[layer.name]:
+            ends = self.configs[source.name], config
+            seconds, nbytes = costs.transfer(source, layer, index, ends)
             transfer, moved = transfer + seconds, moved + nbytes
             if nbytes > 0:
-                buffers += _buffers(plan, costs, layer, index, name)
-        if (key := (costs.key(layer), config)) not in memory:
-            memory[key] = _memory(Split.of(layer, config, plan.world), costs)
-        stored += memory[key][0]
-        working = np.maximum(working, memory[key][1] + buffers)
-        rows.append(
-            PlannedLayer(
-                layer.name,
-                str(layer.attrs.get("called", layer.op)),
-                config,
-                float(own.compute[place]),
-                transfer,
-                float(own.update[place]),
-                round(moved),
-                round(float(own.memory[place])),
-            )
-        )
-    rows += [_output_row(plan, costs, name) for name in graph.outputs if name not in graph.inputs]
-    held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
-    return Prediction(tuple(rows), max(held), held)
+                buffers += costs.memory.moving(self._split(source), self._split(layer), index)
+        called = str(layer.attrs.get("called", layer.op))
+        times = float(own.compute[place]), transfer, float(own.update[place])
+        memory = round(float(own.memory[place]))
+        return PlannedLayer(layer.name, called, config, *times, round(moved), memory), buffers
 
-
-def _memory(split: Split, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes per rank that a layer holds all the time, and while it runs."""
-    kept = costs.saved(split) if costs.training.gradients else 0.0
-    return costs.stored(split) + kept, costs.working(split)
-
-
-def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> tuple[float, float]:
-    """The transfer of one operand: seconds and bytes."""
-    graph, source = costs.graph, costs.graph[name]
-    if source.is_input:
-        return 0.0, 0.0  # every rank reads its own part
-    return costs.transfer(
-        source, layer, index, (plan.config(source, graph), plan.config(layer, graph))
-    )
-
-
-def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> np.ndarray:
-    """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
-    source, graph = costs.graph[name], costs.graph
-    held = strategy_of(source).output(Split.of(source, plan.config(source, graph), plan.world))
-    split = Split.of(layer, plan.config(layer, graph), plan.world)
-    needed = strategy_of(layer).needs(split)[index].layout
-    return (held.numels + needed.numels) * float(costs.training.itemsize)
-
-
-def _output_row(plan: Plan, costs: Costs, name: str) -> PlannedLayer:
-    """Carrying an output to all ranks, for the user's loss."""
-    layer = costs.graph[name]
-    own, place = costs.at(layer, plan.config(layer, costs.graph))
-    table = costs.output_table(layer, own.outputs.one(place))
-    seconds, moved = float(table.seconds[0, 0]), float(table.nbytes[0, 0])
-    return PlannedLayer(f"output of {name}", "gather", Config(), 0.0, seconds, 0.0, round(moved), 0)
+    def _output_row(self, layer: Layer) -> PlannedLayer:
+        """Carrying an output to all ranks, for the user's loss."""
+        own, place = self.costs.at(layer, self.configs[layer.name])
+        table = self.costs.output_table(layer, own.outputs.one(place))
+        seconds, moved = float(table.seconds[0, 0]), round(float(table.nbytes[0, 0]))
+        name = f"output of {layer.name}"
+        return PlannedLayer(name, "gather", Config(), 0.0, seconds, 0.0, moved, 0)
 
 
 def wanted(plan: Plan, costs: Costs) -> bool:
@@ -171,10 +153,9 @@ class Planner:
         """Who reads whom: the places of both layers, and which operand it is."""
         place = {layer.name: i for i, layer in enumerate(self.layers)}
         return [
-            (place[name], place[layer.name], operand)
-            for layer in self.layers
-            for operand, name in value_operands(layer)
-            if name in place
+            (place[source.name], place[name], operand)
+            for name, sources in self.costs.sources.items()
+            for operand, source in sources
         ]
 
     @cached_property
@@ -248,22 +229,15 @@ class Planner:
                 low = price
         return best
 
-    @cached_property
-    def unlimited_memory(self) -> int:
-        """What the best plan needs where memory costs nothing."""
-        return self._priced(0.0)[1].memory
-
     def _priced(self, price: float) -> tuple[Plan, Prediction]:
         plan = self.best(price=price)
         return plan, predict(plan, self.costs)
 
     def _high_price(self) -> float:
         """A price at which time hardly counts."""
-        seconds = sum(float(self.costs.of(layer).total.max()) for layer in self.layers)
-        return 1e3 * seconds / max(1.0, self._least_sum())
-
-    def _least_sum(self) -> float:
-        return sum(float(self.costs.of(layer).memory.min()) for layer in self.layers)
+        each = [self.costs.of(layer) for layer in self.layers]
+        seconds = sum(float(costs.total.max()) for costs in each)
+        return 1e3 * seconds / max(1.0, sum(float(costs.memory.min()) for costs in each))
 
     def least_memory(self) -> tuple[Plan, Prediction]:
         """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
@@ -324,7 +298,7 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
     }.items():
         best: tuple[Plan, Prediction] | None = None
         for plan in plans:
-            plan = _on_all(plan, world)
+            plan = replace(plan, world=world)
             if not wanted(plan, costs):
                 continue
             prediction = predict(plan, costs)
@@ -337,10 +311,6 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
     return found
 
 
-def _on_all(plan: Plan, world: int) -> Plan:
-    return replace(plan, world=world)
-
-
 def _counts(world: int) -> list[int]:
     counts = {k for k in range(1, world + 1) if world % k == 0}
     return sorted(counts | {1 << k for k in range(world.bit_length())}, reverse=True)
@@ -349,9 +319,8 @@ def _counts(world: int) -> list[int]:
 def _uniform(costs: Costs, splits: list[tuple[str, ...]]) -> Iterator[Plan]:
     """The same split for all layers over all workers; samples take what the axes leave."""
     graph, world = costs.graph, costs.world
-    limits = _limits(graph)
     for axes in splits:
-        if not set(axes) <= {*limits, "n", "c", "f"}:
+        if not set(axes) <= {*costs.candidates.spatial, "n", "c", "f"}:
             continue
         if axes == ("n",):
             for count in _counts(world):
@@ -374,11 +343,6 @@ def _shares(world: int, axes: int) -> Iterator[tuple[int, ...]]:
         if world % first == 0:
             for rest in _shares(world // first, axes - 1):
                 yield (first, *rest)
-
-
-def _limits(graph: LayerGraph) -> dict[str, float]:
-    labels = {label for layer in graph.layers for label in layer.dims if label in "dhw"}
-    return dict.fromkeys(labels, inf)
 
 
 def size(nbytes: float) -> str:

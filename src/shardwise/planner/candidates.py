@@ -13,7 +13,7 @@ they answer with are kept as columns: thousands of layouts are made of a few hun
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -29,12 +29,15 @@ CLOSE = 64  # workers up to which layers on fewer of them are also tried on the 
 SPACE = ("d", "h", "w")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """The space of the search: which splits of a layer are tried on so many workers."""
 
     world: int
     spatial: tuple[str, ...]  # the spatial axes of the model, e.g. ("h", "w")
+    _known: dict[Hashable, tuple[Config, ...]] = field(default_factory=dict)
+    _sets: dict[tuple[int, ...], tuple[Config, ...]] = field(default_factory=dict)
+    _made: dict[Hashable, Config] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: LayerGraph, world: int) -> Candidates:
@@ -76,18 +79,6 @@ class Candidates:
             # Layers with the same configs get the same object, so that they share stacks.
             self._known[key] = self._sets.setdefault(tuple(map(id, ordered)), tuple(ordered))
         return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[Hashable, tuple[Config, ...]]:
-        return {}
-
-    @cached_property
-    def _sets(self) -> dict[tuple[int, ...], tuple[Config, ...]]:
-        return {}
-
-    @cached_property
-    def _made(self) -> dict[Hashable, Config]:
-        return {}
 
     def _configs(self, limits: dict[str, int], can_gather: bool) -> Iterator[Config]:
         for degrees in self._splits(limits):

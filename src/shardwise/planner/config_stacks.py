@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from functools import cached_property
-from typing import Any
-
-import numpy as np
 
 from shardwise.geometry.grid import AXES, Config
 from shardwise.operators import Stack
@@ -20,7 +16,6 @@ class Stacks:
 
     def __init__(self, world: int, merge: bool) -> None:
         self.world, self.merge = world, merge
-        self._coordinates: dict[Config, np.ndarray] = {}
         self._known: dict[Hashable, tuple[tuple[Config, ...], list[Group]]] = {}
 
     def of(self, configs: tuple[Config, ...], apart: bool) -> list[Group]:
@@ -34,7 +29,7 @@ class Stacks:
         if self.merge and not apart:
             groups = _merged(configs, groups)
         found: list[Group] = [
-            (places, _SideBySide([configs[place] for place in places], self.world, self._of))
+            (places, Stack(tuple(configs[place] for place in places), self.world))
             for places in groups.values()
         ]
         if len(configs) > 1:
@@ -47,27 +42,6 @@ class Stacks:
         for known in (known for stack in stacks for known in (stack.layouts, stack._ranges)):
             while len(known) > FEW:
                 known.pop(next(iter(known)))
-
-    def _of(self, config: Config) -> np.ndarray:
-        """The coordinates of the ranks of one config; [axes, world]."""
-        if config not in self._coordinates:
-            found = config.coordinates(self.world)
-            self._coordinates[config] = np.stack([found[axis] for axis in AXES])
-        return self._coordinates[config]
-
-
-class _SideBySide(Stack):
-    """A stack whose coordinates are put together from those of its configs, found once."""
-
-    def __init__(self, configs: list[Config], world: int, coordinates_of: Any) -> None:
-        super().__init__(tuple(configs), world)
-        object.__setattr__(self, "_coordinates_of", coordinates_of)
-        self._coordinates_of: Any
-
-    @cached_property
-    def coordinates(self) -> dict[str, np.ndarray]:
-        each = np.concatenate([self._coordinates_of(config) for config in self.configs], axis=1)
-        return dict(zip(AXES, each, strict=True))
 
 
 def _pattern(config: Config, axes: Iterable[str]) -> tuple[str, ...]:

@@ -1,17 +1,27 @@
-"""What a layer costs under each of its configs, and what times are made of."""
+"""What a layer costs under each of its configs: compute, transfer inside it, update, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from shardwise.cluster.cluster import Device
 from shardwise.geometry.grid import Config
+from shardwise.geometry.layout import Layout
+from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
 from shardwise.planner.layout_columns import Layouts
+from shardwise.planner.sum_costs import SumCosts, SumModel
+
+if TYPE_CHECKING:
+    from shardwise.planner.costs import Costs
+
+
+STATISTICS = 8  # bytes of a number in the sums of a norm
 
 
 class Timer(Protocol):
@@ -46,6 +56,16 @@ def gathered_flops(split: Split) -> np.ndarray:
     if not strategy.gathers(split):
         return np.zeros(split.world)
     return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)
+
+
+def differentiable(graph: LayerGraph) -> frozenset[str]:
+    """Layers whose output depends on weights, so that gradients flow back to them."""
+    found: set[str] = set()
+    for layer in graph.layers:
+        ends = strategy_of(layer).ends_gradient(layer)
+        if not ends and (layer.params or any(name in found for name in layer.inputs)):
+            found.add(layer.name)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -91,3 +111,115 @@ class LayerCosts:
     @cached_property
     def memory(self) -> np.ndarray:
         return self.stored + self.saved
+
+
+class Appraisal:
+    """One layer under many configs: what its strategy says, stack by stack, as arrays of costs."""
+
+    def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
+        self.parent, self.layer, self.configs = costs, layer, configs
+        self.strategy = strategy = strategy_of(layer)
+        stacks = costs.stacks.of(configs, strategy.degrees_matter)
+        self.places = [np.asarray(places) for places, _ in stacks]
+        self.order = np.argsort(np.concatenate(self.places))
+        self.splits = [Split.stacked(layer, stack) for _, stack in stacks]
+        self.outputs = [strategy.output(split) for split in self.splits]
+        needed = [strategy.needs(split) for split in self.splits]
+        self.needs = [[needs[i].layout for needs in needed] for i in range(len(layer.operands))]
+
+    def costs(self) -> LayerCosts:
+        parent, layer = self.parent, self.layer
+        trains = parent.training.gradients and layer.name in parent.differentiable
+        seconds = [parent.timer.seconds(split) for split in self.splits]
+        forward, backward = map(self._most, zip(*seconds, strict=True))
+        transfer, moved = self._inside(2.0 if trains else 1.0)
+        update, summed = self._update() if trains and layer.params else (0.0 * moved, 0.0)
+        sizes = [self._numels(layouts) for layouts in self.needs]
+        made = self._numels(self.outputs)
+        needs = [
+            self._layouts(layouts, operand.shape) if operand.kind == "value" else None
+            for operand, layouts in zip(layer.operands, self.needs, strict=True)
+        ]
+        return LayerCosts(
+            self.configs,
+            forward,
+            backward * trains,
+            transfer,
+            update,
+            moved + summed,
+            self._most([parent.memory.stored(layer, sizes, made)]),
+            self._most([parent.memory.saved(layer, sizes, made)]) * trains,
+            self._layouts(self.outputs, layer.shape),
+            tuple(needs),
+        )
+
+    def _most(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The most on any rank, for each config."""
+        amounts = np.concatenate(parts).reshape(-1, self.parent.world)
+        return amounts.max(axis=1)[self.order]
+
+    @staticmethod
+    def _numels(layouts: list[Layout]) -> np.ndarray:
+        return np.concatenate([layout.numels for layout in layouts])
+
+    def _layouts(self, layouts: list[Layout], shape: tuple[int, ...]) -> Layouts:
+        return self.parent.columns.layouts(self.parent.rows(layouts)[self.order], shape)
+
+    def _inside(self, passes: float) -> tuple[np.ndarray, np.ndarray]:
+        """Partial results that are added, and statistics that are summed, both ways."""
+        strategy = self.strategy
+        seconds, moved = np.zeros((2, len(self.configs)))
+        partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
+        seconds[partial.places] += passes * partial.each(SumModel.scatter_seconds)
+        moved[partial.places] += passes / 2 * partial.each(SumModel.bytes)
+        if self.parent.training.statistics == "global":
+            sums = self._sums(map(strategy.sums, self.splits), STATISTICS)
+            num_sums = passes + strategy.num_sums(self.layer) - 1
+            seconds[sums.places] += num_sums * sums.each(SumModel.seconds)
+            moved[sums.places] += num_sums * sums.each(SumModel.bytes)
+        return seconds, moved
+
+    def _update(self) -> tuple[np.ndarray, np.ndarray]:
+        """Gradients are summed over the ranks that share a block, or gathered (P3)."""
+        seconds, moved = np.zeros((2, len(self.configs)))
+        gathers = [self.strategy.gathers(split) for split in self.splits]
+        for pair in range(max(map(len, gathers))):
+            targets = (gathered[pair][1] if gathered else None for gathered in gathers)
+            gathered = self._sums(targets, self.parent.training.itemsize)
+            seconds[gathered.places] += gathered.each(SumModel.scatter_seconds)
+            moved[gathered.places] += gathered.each(SumModel.bytes) / 2
+        for sums in self._blocks([not gathered for gathered in gathers]):
+            seconds[sums.places] += sums.each(SumModel.seconds)
+            moved[sums.places] += sums.each(SumModel.bytes)
+        return seconds, moved
+
+    def _blocks(self, summed: list[bool]) -> list[SumCosts]:
+        """The blocks of weights; those of smaller parameters of the same ranks go with the first.
+
+        A bias is packed with its weight, except where only some of the ranks carry it.
+        """
+        found: list[SumCosts] = []
+        for operand, layouts in zip(self.layer.operands, self.needs, strict=True):
+            if operand.kind != "param":
+                continue
+            there = (layout if s else None for s, layout in zip(summed, layouts, strict=True))
+            sums = self._sums(there, self.parent.training.itemsize)
+            if found:
+                packed = sums.users == found[0].users
+                found[0].nbytes[packed] += sums.nbytes[packed]
+                sums = sums.where(~packed)
+            found.append(sums)
+        return found
+
+    def _sums(self, layouts: Iterable[Layout | None], itemsize: int) -> SumCosts:
+        """For each config that has such a layout: which ranks hold the same, and its bytes."""
+        parent, pairs = self.parent, list(zip(self.places, layouts, strict=True))
+        places = [places for places, layout in pairs if layout is not None]
+        present = [layout for _, layout in pairs if layout is not None]
+        if not present:
+            return SumCosts.none()
+        rows = parent.rows(present)
+        nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
+        users = parent.columns.users(rows[:, 0])
+        models, known = parent.models(rows), parent.network.models
+        return SumCosts(known, np.concatenate(places), models, nbytes, users)

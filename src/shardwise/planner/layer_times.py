@@ -16,7 +16,7 @@ from shardwise.files import alone_with, write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
-from shardwise.planner.layer_costs import Roofline, Timer
+from shardwise.planner.layer_costs import Roofline, Timer, differentiable
 
 FORMAT = "shardwise-times-1"
 
@@ -53,21 +53,13 @@ def works(
     pattern = "".join(a for a in AXES if getattr(split.config, a) > 1)
     head = f"{_described(layer)} split={pattern} dx={int(input_gradient)} {dtype}"
     head += " gather" if gathered else ""
-    found = []
+    configs = (split.config,) if split.stack is None else split.stack.configs
+    found, world = [], split.world // len(configs)
     for row, rank in zip(unique, busy[first], strict=True):
-        config, own_rank = _config_at(split, int(rank))
         key = f"{head} {_shapes_text(row, layouts)}"
-        world = split.world if split.stack is None else split.world // len(split.stack.configs)
-        found.append(Work(key, layer, config, world, own_rank, input_gradient))
+        which, own_rank = divmod(int(rank), world)
+        found.append(Work(key, layer, configs[which], world, own_rank, input_gradient))
     return found, index
-
-
-def _config_at(split: Split, rank: int) -> tuple[Config, int]:
-    """The config and the rank inside it, where several configs stand side by side."""
-    if split.stack is None:
-        return split.config, rank
-    world = split.world // len(split.stack.configs)
-    return split.stack.configs[rank // world], rank % world
 
 
 def _described(layer: Layer) -> str:
@@ -159,14 +151,9 @@ class Measured:
 
 
 def first_layers(graph: LayerGraph) -> frozenset[str]:
-    """Layers that read only the model's inputs, so that no gradient flows on from them."""
-    trained: set[str] = set()
-    for layer in graph.layers:
-        if layer.params or any(name in trained for name in layer.inputs):
-            trained.add(layer.name)
-    return frozenset(
-        layer.name for layer in graph.layers if not any(name in trained for name in layer.inputs)
-    )
+    """Layers that read nothing that depends on weights: no gradient flows on from them."""
+    trained = differentiable(graph)
+    return frozenset(layer.name for layer in graph.layers if trained.isdisjoint(layer.inputs))
 
 
 def all_works(splits: Iterable[Split], first: frozenset[str]) -> Iterator[Work]:

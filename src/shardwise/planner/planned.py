@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.captures import capture
 from shardwise.planner.best_plan import PlannedLayer, Planner, Prediction, baselines, predict, size
-from shardwise.planner.costs import Costs, value_operands
+from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.planner.simulate import simulate
@@ -80,16 +80,15 @@ class Findings:
             raise PlanError(f"the model has no layer {name!r} to explain{hint}")
         layer, own = graph[name], costs.of(graph[name])
         reading, onward = np.zeros((2, len(own.configs)))
-        for index, source in value_operands(layer):
-            if not graph[source].is_input:
-                chosen = self.plan.config(graph[source], graph)
-                ends = [(chosen, config) for config in own.configs]
-                reading += [costs.transfer(graph[source], layer, index, pair)[0] for pair in ends]
+        for index, source in costs.sources[name]:
+            chosen = self.plan.config(source, graph)
+            ends = [(chosen, config) for config in own.configs]
+            reading += [costs.transfer(source, layer, index, pair)[0] for pair in ends]
         for reader in map(graph.__getitem__, graph.consumers[name]):
             chosen = self.plan.config(reader, graph)
             ends = [(config, chosen) for config in own.configs]
-            for index, source in value_operands(reader):
-                if source == name:
+            for index, source in costs.sources[reader.name]:
+                if source is layer:
                     onward += [costs.transfer(layer, reader, index, pair)[0] for pair in ends]
         wanted = np.ones(len(own.configs), dtype=bool)
         if name in graph.outputs:
@@ -167,10 +166,10 @@ def examine(
     costs: Costs, engine: Engine | None = None, cap: int | None = None, chosen: Plan | None = None
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
-    planner = Planner(costs)
+    planner, steps = Planner(costs), _Steps(costs, engine)
     few = costs.world <= SIMULATED
     rivals = {
-        name: Rival(rival, prediction, _simulated(rival, costs, engine).seconds if few else 0.0)
+        name: Rival(rival, prediction, steps.of(rival).seconds if few else 0.0)
         for name, (rival, prediction) in baselines(costs).items()
     }
     if chosen is None:
@@ -178,12 +177,11 @@ def examine(
         if few:
             fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
             candidates += fitting
-            steps = [_simulated(candidate, costs, engine).seconds for candidate in candidates]
+            seconds = [steps.of(candidate).seconds for candidate in candidates]
         else:
-            steps = [predict(candidate, costs).seconds for candidate in candidates]
-        chosen = candidates[int(np.argmin(steps))]
-    trace = _simulated(chosen, costs, engine)
-    findings = Findings(costs, chosen, predict(chosen, costs), trace, rivals)
+            seconds = [predict(candidate, costs).seconds for candidate in candidates]
+        chosen = candidates[int(np.argmin(seconds))]
+    findings = Findings(costs, chosen, predict(chosen, costs), steps.of(chosen), rivals)
     return replace(chosen, findings=findings)
 
 
@@ -196,8 +194,20 @@ def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
     return [planner.under(cap)[0], *fitting]
 
 
-def _simulated(plan: Plan, costs: Costs, engine: Engine | None) -> Trace:
-    return simulate(plan, costs.graph, costs.cluster, costs.timer, costs.training, engine)
+class _Steps:
+    """The simulated steps of plans, each found out once: several ways lead to the same plan."""
+
+    def __init__(self, costs: Costs, engine: Engine | None) -> None:
+        self.costs, self.engine = costs, engine
+        self._known: dict[Hashable, Trace] = {}
+
+    def of(self, plan: Plan) -> Trace:
+        if (key := tuple(plan.layers.items())) not in self._known:
+            costs = self.costs
+            self._known[key] = simulate(
+                plan, costs.graph, costs.cluster, costs.timer, costs.training, self.engine
+            )
+        return self._known[key]
 
 
 def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:

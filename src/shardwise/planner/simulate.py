@@ -18,8 +18,7 @@ from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Split
-from shardwise.planner.costs import STATISTICS
-from shardwise.planner.layer_costs import Roofline, Timer, Training
+from shardwise.planner.layer_costs import STATISTICS, Roofline, Timer, Training
 from shardwise.planner.links import Network
 from shardwise.planner.port_queues import PortQueues
 from shardwise.planner.rings import segments_of

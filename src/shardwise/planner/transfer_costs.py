@@ -7,16 +7,16 @@ layouts costs little more than its pairs of columns, and nothing of size world x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardwise.planner.layout_columns import Columns, Layouts
-from shardwise.planner.links import Level, Network, Ports, some_units
+from shardwise.planner.links import Level, Network
 
-MANY = 16  # ports of a level up to which `Traffic.least_seconds` looks at all of them
+MANY = 16  # ports of a level up to which `Traffic.table` looks at all of them
 CACHED = 1 << 16  # numbers of an array that stays in the cache: 512 KiB
 ROOM = 1 << 24  # numbers of each kind that are remembered between tables: 128 MiB
 CHANNELS = 1  # the dimension in which layers of the same resolution differ
@@ -35,45 +35,34 @@ class Traffic:
 
     def __init__(self, network: Network, itemsize: int) -> None:
         self.network, self.itemsize = network, itemsize
-        self._tables: dict[tuple[bytes, bytes], Table] = {}
-        self._least: dict[tuple[bytes, bytes], np.ndarray] = {}
+        self._tables: dict[tuple[bytes, bytes, bool], Table] = {}
         self._terms, self._rests = _Known(ROOM), _Known(ROOM)
         self._numels: dict[tuple[bytes, bool], list[np.ndarray]] = {}
         self._are_grids: dict[tuple[bytes, int], np.ndarray] = {}
         self._is_grid: dict[tuple[int, ...], bool] = {}
 
     @cached_property
-    def _all(self) -> list[Ports]:
-        return [Ports(level, np.arange(len(level.starts))) for level in self.network.levels]
+    def _some(self) -> tuple[Level, ...]:
+        return tuple(level.some(MANY) for level in self.network.levels)
 
-    @cached_property
-    def _some(self) -> list[Ports]:
-        return [Ports(level, some_units(level, MANY)) for level in self.network.levels]
-
-    def ports(self, sampled: bool) -> list[Ports]:
-        return self._some if sampled else self._all
+    def ports(self, sampled: bool) -> tuple[Level, ...]:
+        """All ports of every level, or some of them."""
+        return self._some if sampled else self.network.levels
 
     def knows(self, held: Layouts, needed: Layouts) -> bool:
-        return (held.key, needed.key) in self._tables
+        return (held.key, needed.key, False) in self._tables
 
-    def table(self, held: Layouts, needed: Layouts) -> Table:
-        """Seconds and bytes between all pairs of layouts."""
-        key = held.key, needed.key
-        if key not in self._tables:
-            self._tables[key] = self._table(held, needed, sampled=False)
-        return self._tables[key]
+    def table(self, held: Layouts, needed: Layouts, sampled: bool = False) -> Table:
+        """Seconds and bytes between all pairs of layouts.
 
-    def least_seconds(self, held: Layouts, needed: Layouts) -> np.ndarray:
-        """A lower bound of the seconds: the time of the busiest of some ports of each level.
-
-        On small clusters of all ports, so that it is exact.
+        `sampled`: a lower bound of the seconds, the time of the busiest of some ports of each
+        level. On small clusters of all ports, so that it is exact.
         """
-        if self.network.world <= MANY:
-            return self.table(held, needed).seconds
-        key = held.key, needed.key
-        if key not in self._least:
-            self._least[key] = self._table(held, needed, sampled=True).seconds
-        return self._least[key]
+        sampled = sampled and self.network.world > MANY
+        key = held.key, needed.key, sampled
+        if key not in self._tables:
+            self._tables[key] = self._table(held, needed, sampled)
+        return self._tables[key]
 
     def _table(self, held: Layouts, needed: Layouts, sampled: bool) -> Table:
         pairs = _Pairs(self, held, needed, sampled)
@@ -121,8 +110,7 @@ class Traffic:
             ranks = np.unique(np.concatenate([port.ranks for port in ports]))
             each = layouts.numels(ranks).T
             self._numels[key] = [
-                np.add.reduceat(each[np.searchsorted(ranks, p.ranks)], p.level.starts)[:, None]
-                for p in ports
+                p.per_unit(each[np.searchsorted(ranks, p.ranks)])[:, None] for p in ports
             ]
         return self._numels[key]
 
@@ -200,7 +188,12 @@ class _Terms:
     """
 
     def __init__(
-        self, columns: Columns, held: np.ndarray, needed: np.ndarray, ports: list[Ports], lead: bool
+        self,
+        columns: Columns,
+        held: np.ndarray,
+        needed: np.ndarray,
+        ports: Sequence[Level],
+        lead: bool,
     ) -> None:
         self.held, self.needed = (
             np.moveaxis(columns.ranges(ids), 0, 1).astype(float) for ids in (held, needed)
@@ -261,27 +254,25 @@ class _Terms:
         met = ((upto - begins)[:, stop] - upto[:, start] + 1.0) * (stop > start)
         return np.maximum.reduceat(met, np.cumsum(num_needed) - num_needed, axis=1)[None]
 
-    def _units(self, port: Ports, up_to: np.ndarray, lead: bool) -> list[np.ndarray]:
-        sent = np.add.reduceat(self._sent(port.ranks, up_to), port.level.starts)
+    def _units(self, port: Level, up_to: np.ndarray, lead: bool) -> list[np.ndarray]:
+        sent = port.per_unit(self._sent(port.ranks, up_to))
         kept = self._inside(port)
         if not lead:
             used = (ranges[port.ranks] for ranges in (self.held, self.needed))
             used = ((ranges[..., 1] > ranges[..., 0]).astype(float) for ranges in used)
-            holders, readers = (
-                np.maximum(np.add.reduceat(ranks, port.level.starts), 1.0) for ranks in used
-            )
+            holders, readers = (np.maximum(port.per_unit(ranks), 1.0) for ranks in used)
             kept /= holders[:, :, None] * readers[:, None, :]
             sent /= holders[:, :, None]
         return [kept, sent]
 
-    def _inside(self, port: Ports) -> np.ndarray:
+    def _inside(self, port: Level) -> np.ndarray:
         """What ranks of a unit need and ranks of the same unit hold; [units, A, B]."""
         members = np.diff(port.edges)
         if (members == members[0]).all() and members[0] ** 2 < len(self.points):
             ranks = port.ranks.reshape(len(port), -1).T
             return np.sum([self._kept(m, r) for m in ranks for r in ranks], axis=0)
         mine, theirs = (
-            self._cover(at[:, port.ranks], port.unit, len(port))
+            self._cover(at[:, port.ranks], port.places, len(port))
             for at in (self.at_held, self.at_needed)
         )
         return (mine * self.lengths) @ theirs.transpose(0, 2, 1)
@@ -301,7 +292,7 @@ class _Pairs:
         if held.rows.shape[1] > CHANNELS:
             self.channels = traffic.terms(held, needed, CHANNELS, sampled)
         self.numels = traffic.numels(needed, sampled)
-        self.latencies = [port.level.link.latency for port in self.ports]
+        self.latencies = [port.link.latency for port in self.ports]
         if sampled:  # what passes further out may be overlooked
             self.latencies = np.minimum.accumulate(self.latencies[::-1])[::-1].tolist()
         sizes = [len(self.ports[0])] * 2 + [1] + [len(p) for p in self.ports[1:] for _ in "ks"]
@@ -316,12 +307,12 @@ class _Pairs:
         kept, sent, met, *units = np.split(self._terms(rows), self.parts)
         inner, needed = self.ports[0], self.numels[0]
         moved = needed.sum(axis=0) - kept.sum(axis=0)
-        if inner.level.link.staged:
+        if inner.link.staged:
             moves = moved > 0
-            time = inner.seconds(np.zeros(1), needed, needed) * moves
+            time = inner.seconds(needed, needed) * moves
             moved = needed.sum(axis=0) * moves
         else:
-            time = inner.seconds(kept, sent, needed)
+            time = inner.seconds(sent, needed, kept)
         latency = np.where(moved > 0, self.latencies[0], 0.0)
         for level in range(1, len(self.ports)):
             inside, outside = units[2 * level - 2], units[2 * level - 1]
@@ -354,22 +345,22 @@ class _Pairs:
             for row in np.flatnonzero(~grids.all(axis=1)):
                 odd = np.flatnonzero(~grids[row])
                 kept[:, row, odd] = self._inside(port, rows.start + int(row), odd)
-                sent[:, row, odd] = np.add.reduceat(by_rank[:, row, odd], port.level.starts)
+                sent[:, row, odd] = port.per_unit(by_rank[:, row, odd])
         kept = np.rint(kept)
-        seconds, crosses = port.seconds(kept, sent, needed), np.any(needed > kept, axis=0)
+        seconds, crosses = port.seconds(sent, needed, kept), np.any(needed > kept, axis=0)
         if self.sampled and not regular:
             return seconds * grids, np.logical_and(crosses, grids)
         return seconds, np.asarray(crosses)
 
-    def _inside(self, port: Ports, source: int, targets: np.ndarray) -> np.ndarray:
+    def _inside(self, port: Level, source: int, targets: np.ndarray) -> np.ndarray:
         """What the ranks of each unit need and one of them holds; [units, targets]."""
         held, needed = self.held.boxes(np.array([source]))[0], self.needed.boxes(targets)
         kept = np.zeros(needed.shape[:2])
         for offset in range(int(np.diff(port.edges).max())):
-            member = port.edges[port.unit] + offset
-            there = (member < port.edges[port.unit + 1])[:, None, None]
+            member = port.edges[port.places] + offset
+            there = (member < port.edges[port.places + 1])[:, None, None]
             other = held[np.minimum(member, len(held) - 1)] * there
             low = np.maximum(other[..., 0], needed[..., 0])
             high = np.minimum(other[..., 1], needed[..., 1])
             kept += np.maximum(high - low, 0).prod(axis=2)
-        return np.add.reduceat(kept.T, port.level.starts)
+        return port.per_unit(kept.T)

@@ -7,8 +7,9 @@ from collections import deque
 import numpy as np
 import pytest
 
+from message_times import message_seconds
 from shardwise.cluster.cluster import Cluster, Device, Link
-from shardwise.comm.schedules import ALGORITHMS, Switches, halving, parts, ring, schedule
+from shardwise.cluster.schedules import ALGORITHMS, Switches, parts, schedule
 from shardwise.planner.links import Network
 from shardwise.planner.rings import Ring
 
@@ -85,11 +86,13 @@ def test_halving_takes_two_rounds_per_doubling_of_the_ranks(world: int) -> None:
 
 @pytest.mark.parametrize("world", range(2, 18))
 def test_a_reduce_scatter_leaves_every_rank_its_part(world: int) -> None:
-    for algorithm in (ring, halving):
+    switches = (tuple(range(world)),)
+    for algorithm in ("ring", "halving"):
         for rank in range(world):
-            (*_, last) = algorithm(range(world), rank, (0, 17 * world))
-            wanted = parts((0, 17 * world), world)[rank]
-            assert [(m.start, m.stop) for m in last.receives[:1]] in ([wanted], [])
+            rounds = schedule(algorithm, switches, rank, 17 * world)
+            (*_, last) = (one for one in rounds if one.adds)
+            wanted = parts((0, 17 * world), world)[rank].tolist()
+            assert [[m.start, m.stop] for m in last.receives[:1]] in ([wanted], [])
 
 
 # -- traffic ---------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def byte_seconds(network: Network, algorithm: str, switches: Switches, numel: in
         for rank, one in enumerate(turn):
             for message in one.sends:
                 matrix[rank, message.peer] += message.stop - message.start
-        total += network.message_seconds(matrix)
+        total += message_seconds(network, matrix)
     return total
 
 
@@ -142,16 +145,10 @@ def test_the_schedules_take_the_time_that_the_network_predicts(
     )
     whole = Ring.of(np.zeros(world, dtype=np.int64))
     assert whole is not None
-    models = {
-        "ring": network._ring(whole),
-        "halving": network._halving(whole, near_first=False),
-        "round-robin": network._halving(whole, near_first=True),
-        "two-level": network._two_levels(whole),
-    }
+    models = network.schedules(whole)
     assert models.keys() == ALGORITHMS.keys()
     numel = 1 << 20
     for algorithm, model in models.items():
-        assert model is not None
         fixed, per_byte = model
         assert latency(network, algorithm, switches, numel) == pytest.approx(fixed), algorithm
         taken = byte_seconds(network, algorithm, switches, numel)

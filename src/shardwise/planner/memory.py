@@ -1,0 +1,83 @@
+"""The bytes that layers take on each rank: always, while they run, and to move what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.geometry.grid import Config
+from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.operators import Split, strategy_of
+from shardwise.planner.layer_costs import Training
+
+SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What the layers of a graph take where it is trained like this, from numbers of elements."""
+
+    graph: LayerGraph
+    training: Training
+    _known: dict[tuple[str, Config], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per rank that a layer holds all the time, and those that come and go as it runs."""
+        if (key := (split.layer.name, split.config)) not in self._known:
+            self._known[key] = self._of(split)
+        return self._known[key]
+
+    def _of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+        layer, strategy = split.layer, strategy_of(split.layer)
+        read = [need.layout.numels for need in strategy.needs(split)]
+        partial, made = strategy.partial(split), strategy.output(split).numels
+        held = self.stored(layer, read, made)
+        if self.training.gradients:
+            held = held + self.saved(layer, read, made)
+        both = 2.0 if self.training.gradients else 1.0  # gradients beside values
+        values = sum(
+            each for o, each in zip(layer.operands, read, strict=True) if o.kind == "value"
+        )
+        working = (values + (made if partial is None else partial.numels)) * both
+        if partial is not None:  # its parts as messages, and those of the others as they arrive
+            working = working + 2.0 * partial.numels
+        return held, working * self.training.itemsize
+
+    def stored(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
+        """Weights, their gradients and the optimizer's state, from the operands' elements."""
+        copies = 2 + self.training.states if self.training.gradients else 1
+        stored = np.zeros(len(made))
+        for operand, count in zip(layer.operands, read, strict=True):
+            if operand.kind != "value":
+                stored += count * (copies if operand.kind == "param" else 1)
+        return stored * self.training.itemsize
+
+    def saved(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
+        """What a layer keeps for the backward pass, of its operands and of its output."""
+        strategy, saved = strategy_of(layer), np.zeros(len(made))
+        if strategy.keeps(layer):
+            for operand, count in zip(layer.operands, read, strict=True):
+                saved += count * (operand.kind == "value")
+        if layer.name in self.saving:
+            saved += made
+        return saved * self.training.itemsize + made * strategy.keeps_bytes
+
+    @cached_property
+    def saving(self) -> frozenset[str]:
+        """Layers whose output is kept for its own sake: no reader keeps it anyway."""
+        keeping = {layer.name for layer in self.graph.layers if strategy_of(layer).keeps(layer)}
+        return frozenset(
+            layer.name
+            for layer in self.graph.layers
+            if strategy_of(layer).keeps_output(layer)
+            and keeping.isdisjoint(self.graph.consumers[layer.name])
+        )
+
+    def moving(self, source: Split, target: Split, operand: int) -> np.ndarray:
+        """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
+        held = strategy_of(source.layer).output(source)
+        needed = strategy_of(target.layer).needs(target)[operand].layout
+        return (held.numels + needed.numels) * float(self.training.itemsize)
