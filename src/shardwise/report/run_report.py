@@ -26,7 +26,8 @@ from shardwise.plans.trace import Trace
 from shardwise.report.history import read_history
 from shardwise.report.page import write_page
 from shardwise.report.page_data import contents, title_of
-from shardwise.specs.request import Question, examined
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.request import PlanRequest, examined
 
 PLAN, CONFIG, METRICS, TRACE = "plan.json", "config.json", "metrics.jsonl", "trace.json"
 PAGE = "report.html"
@@ -91,16 +92,14 @@ def _examined(plan: Plan, config: RunConfig, home: Path) -> Plan:
     """The plan with its costs, where the model can be made again."""
     if config.model is None:
         return plan
-    question = Question(
-        spec=config.model,
-        cluster=config.cluster,
-        workers=plan.world,
-        shapes=plan.inputs,
+    request = PlanRequest(
+        ModelSpec(config.model, plan.inputs, options=config.options),
+        config.cluster,
+        plan.world,
         gradients=config.gradients,
         output=config.output,
-        options=config.options,
     )
     try:
-        return examined(question, plan)
+        return examined(request, plan)
     except ShardwiseError as error:
         raise ShardwiseError(f"the plan of {str(home)!r}: {error}") from None
