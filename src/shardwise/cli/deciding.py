@@ -52,8 +52,8 @@ def plan(
     Costs come from the cluster's description; --cluster takes the file that `shardwise probe`
     writes, so that they are measured.
     """
-    from shardwise.cli.tables import explain_table, plan_table, rivals_table, trace_lines
-    from shardwise.planner.planned import as_data
+    from shardwise.cli.tables import explain_table, trace_lines
+    from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
     from shardwise.report import contents, title_of, write_page
     from shardwise.specs.request import PlanRequest, answer
 

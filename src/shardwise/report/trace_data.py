@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,18 @@ def short(number: float, digits: int = 4) -> float:
     0.1235
     """
     return float(f"{number:.{digits}g}")
+
+
+def shortened(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said by these names, every number that is not whole with few digits."""
+    return {
+        name: short(value)
+        if isinstance(value, float)
+        else shortened(value)
+        if isinstance(value, Mapping)
+        else value
+        for name, value in data.items()
+    }
 
 
 def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
