@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.geometry.box import Box
 
 from .augment import Augment, Views
 from .order import Batches, mixing_share
-from .prefetch import Prefetch
+from .prefetch import prefetched
 from .source import Source
 
 IGNORED = -100  # the class of padding, which torch's losses pass over
@@ -112,11 +113,9 @@ class Loader:
             self._read(indices, *boxes[len(indices)], bits, epoch, share)
             for indices, share in zip(batches, shares, strict=True)
         )
-        if self.prefetch == 0:
-            yield from self._given_out(parts)
-        else:
-            with Prefetch(parts, self.prefetch) as ahead:
-                yield from self._given_out(ahead)
+        ahead = prefetched(parts, self.prefetch) if self.prefetch else parts
+        with closing(ahead):
+            yield from self._given_out(ahead)
         self.batches.next_epoch()
 
     def _shares(self, batches: list[np.ndarray], epoch: int) -> list[float]:
