@@ -55,12 +55,12 @@ def plan(
     from shardwise.cli.tables import explain_table, trace_lines
     from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.request import PlanRequest, answer
+    from shardwise.specs.request import PlanRequest, best_plan
 
     spec = model_spec(model, shape, batch, option, num_classes)
-    request = PlanRequest(spec, cluster, workers, memory, gradients, output)
+    request = PlanRequest(spec, cluster, workers, output=output)
     with working(f"planning {model}"):
-        found = answer(request)
+        found = best_plan(request.costs(), gradients, memory)
     if save is not None:
         found.save(save)
     if html is not None:

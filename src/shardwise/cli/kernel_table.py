@@ -16,6 +16,7 @@ from shardwise.kernels.conv_shape import ConvShape
 from shardwise.kernels.dispatch import KERNELS, STOCK
 from shardwise.kernels.native import DIRECTIONS
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
+from shardwise.planner.shown_plan import new_table
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.units import parse_size
 
@@ -99,12 +100,9 @@ def _time(asked: KernelRequest, report: Callable[[str], None] | None) -> list[Ke
 
 def kernel_table(title: str, rows: list[KernelRow]) -> Table:
     """Gflop/s, the chosen kernel of each row marked."""
-    table = Table(title=f"{title}: Gflop/s", title_justify="left")
-    for name in ("layer", "input", "filters", ""):
-        table.add_column(name)
     used = [name for name in COLUMNS if any(name in row.seconds for row in rows)]
-    for name in used:
-        table.add_column(name.replace("_", " "), justify="right")
+    kernels = [name.replace("_", " ") for name in used]
+    table = new_table(f"{title}: Gflop/s", ("layer", "input", "filters", ""), kernels)
     previous = None
     for row in rows:
         head = (row.layer, _sizes(row.shape.x), _sizes(row.shape.w))

@@ -73,7 +73,8 @@ def pack(
     height_width = parse_shape(size) if size is not None else None
     if height_width is not None and len(height_width) != 2:
         raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
-    opened = open_lazily(source, on_error, subset, height_width, num_classes)
+    given = {"subset": subset, "size": height_width, "num_classes": num_classes}
+    opened = open_lazily(source, on_error, **given)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"packing {escape(source)}", total=len(opened))

@@ -6,9 +6,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from shardwise.planner.costs import usual
-from shardwise.planner.planned import Findings
-from shardwise.planner.shown_plan import milliseconds, new_table
+from shardwise.planner.shown_plan import milliseconds, new_table, notable_alternatives
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.verify.results import KindResult, PlanResult, limit_of
@@ -18,19 +16,15 @@ ALTERNATIVES = 12  # shown of one layer
 
 def explain_table(plan: Plan, layer: str) -> Table:
     """The alternatives for a layer: the best ones, the chosen one and the pure splits."""
-    findings: Findings = plan.findings
-    found = findings.explain(layer)
-    chosen = usual(findings.costs.graph[layer], plan.layers[layer])
-    shown = [a for i, a in enumerate(found) if i < ALTERNATIVES or a.config == chosen or a.is_pure]
     names = ("workers", "transfer ms", "compute ms", "update ms", "onward ms", "total ms")
     table = new_table(escape(f"alternatives for {layer}"), ("split",), names)
     table.add_column("")
-    for a in shown:
+    for a, is_chosen in notable_alternatives(plan.findings, layer, ALTERNATIVES):
         table.add_row(
             str(a.config),
             str(a.config.num_workers),
             *map(milliseconds, (a.transfer, a.compute, a.update, a.onward, a.total)),
-            "chosen" if a.config == chosen else "",
+            "chosen" if is_chosen else "",
         )
     return table
 

@@ -184,15 +184,10 @@ class Loader:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def _on_device(self, part: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return part
-        tensors = {"x": part.x, "y": part.y, "mixed": part.mixed}
-        there = {
-            name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        return replace(part, **there)
+        def there(tensor: Any) -> Any:
+            return None if tensor is None else tensor.to(self.device, non_blocking=True)
+
+        return replace(part, x=there(part.x), y=there(part.y), mixed=there(part.mixed))
 
 
 def _size(box: Box) -> list[int]:

@@ -12,10 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.planner.best_plan import PlannedLayer, Prediction, size
+from shardwise.planner.costs import usual
 from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from shardwise.planner.planned import Findings
+    from shardwise.planner.planned import Alternative, Findings
 
 TIMES = ("compute", "transfer", "update")
 
@@ -40,6 +41,19 @@ def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
             for name in explain
         },
     }
+
+
+def notable_alternatives(
+    findings: Findings, layer: str, num_best: int
+) -> list[tuple[Alternative, bool]]:
+    """The best alternatives for a layer, the pure splits and the chosen one; whether it is that."""
+    found, graph = findings.explain(layer), findings.costs.graph
+    chosen = usual(graph[layer], findings.plan.config(graph[layer], graph))
+    return [
+        (alternative, alternative.config == chosen)
+        for place, alternative in enumerate(found)
+        if place < num_best or alternative.config == chosen or alternative.is_pure
+    ]
 
 
 def _totals(prediction: Prediction, step_seconds: float) -> dict[str, Any]:

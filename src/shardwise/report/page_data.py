@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.planner.costs import usual, value_operands
-from shardwise.planner.planned import SIMULATED, Alternative, Findings
-from shardwise.planner.shown_plan import as_data
+from shardwise.planner.costs import value_operands
+from shardwise.planner.planned import SIMULATED, Findings
+from shardwise.planner.shown_plan import as_data, notable_alternatives
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.drawing import HEIGHT, WIDTH, Drawing, draw
@@ -101,26 +101,21 @@ def _layer(layer: Layer, plan: Plan, findings: Findings, row: Mapping[str, Any])
         "kind": split_kind(config),
         "workers": config.num_workers,
         "whole": layer.name in plan.whole,
-        "alternatives": _alternatives(layer, config, findings) if row else [],
+        "alternatives": _alternatives(layer, findings) if row else [],
     }
 
 
-def _alternatives(layer: Layer, config: Config, findings: Findings) -> list[list[Any]]:
-    """P4's Tables 2 and 3 for one layer; of huge clusters nothing, where each costs seconds."""
+def _alternatives(layer: Layer, findings: Findings) -> list[list[Any]]:
+    """P4's Tables 2 and 3 for one layer; of huge clusters nothing, where each costs seconds.
+
+    Each is a list, since a page has thousands: split, four times, whether it is the chosen one.
+    """
     if findings.costs.world > SIMULATED:
         return []
-    chosen = usual(layer, config)
     return [
-        _alternative(found, chosen)
-        for i, found in enumerate(findings.explain(layer.name))
-        if i < ALTERNATIVES or found.config == chosen or found.is_pure
+        [str(a.config), *map(short, (a.transfer, a.compute, a.update, a.onward)), int(is_chosen)]
+        for a, is_chosen in notable_alternatives(findings, layer.name, ALTERNATIVES)
     ]
-
-
-def _alternative(found: Alternative, chosen: Config) -> list[Any]:
-    """As a list, since a page has thousands: split, four times, whether it is the chosen one."""
-    times = (found.transfer, found.compute, found.update, found.onward)
-    return [str(found.config), *map(short, times), int(found.config == chosen)]
 
 
 def _drawing(drawing: Drawing, plan: Plan, findings: Findings) -> dict[str, Any]:

@@ -57,8 +57,7 @@ def write_report(
     home = Path(folder)
     if not home.is_dir():
         raise ShardwiseError(f"{str(folder)!r} is not the folder of a run")
-    settings = _settings(home / CONFIG)
-    config = _understood(settings, home / CONFIG)
+    settings, config = _read_config(home / CONFIG)
     if plan is None or plan.findings is None:
         plan = _examined(plan or Plan.load(home / PLAN), config, home)
     history = read_history(home / METRICS) if (home / METRICS).exists() else []
@@ -69,7 +68,8 @@ def write_report(
     return path
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> tuple[dict[str, Any], RunConfig]:
+    """The settings of the run as they are, and what is understood of them."""
     try:
         data = json.loads(path.read_text())
     except OSError as error:
@@ -78,12 +78,8 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ShardwiseError(f"{str(path)!r} is not JSON") from None
     if not isinstance(data, dict):
         raise ShardwiseError(f"{str(path)!r} must hold one JSON object, the settings of the run")
-    return data
-
-
-def _understood(settings: dict[str, Any], path: Path) -> RunConfig:
     try:
-        return RunConfig.model_validate(settings)
+        return data, RunConfig.model_validate(data)
     except ValidationError as error:
         raise ShardwiseError(f"{str(path)!r}: {first_mistake(error)}") from None
 

@@ -47,7 +47,11 @@ class ModelSpec:
     def input_shapes(self, default_batch: int) -> Shapes:
         """The shapes that are given, or those of so many samples of a zoo network."""
         if not self.shapes:
-            return (default_shape(self.model, self.batch or default_batch),)
+            if ":" in self.model:
+                raise ShardwiseError(
+                    f"the input shape of {self.model!r} is not known; give one: 2x3x224x224, say"
+                )
+            return ((self.batch or default_batch, *_zoo_entry(self.model).input_shape),)
         if self.batch is not None and any(shape[0] != self.batch for shape in self.shapes):
             raise ShardwiseError(
                 f"--batch {self.batch} does not agree with the input of {self.shapes[0][0]} samples"
@@ -83,15 +87,6 @@ def load_model(spec: str, **options: Any) -> nn.Module:
             raise ShardwiseError(f"{spec!r} is a {kind}, not a callable that builds a model")
         factory = target
     return _build(spec, factory, options)
-
-
-def default_shape(spec: str, batch: int) -> tuple[int, ...]:
-    """The shape of a batch of a zoo network's inputs; for other models there is no default."""
-    if ":" in spec:
-        raise ShardwiseError(
-            f"the input shape of {spec!r} is not known; give one: 2x3x224x224, say"
-        )
-    return (batch, *_zoo_entry(spec).input_shape)
 
 
 def _zoo_entry(name: str) -> zoo.Entry:

@@ -30,7 +30,6 @@ class PlanRequest:
     spec: ModelSpec
     cluster: str = "local"
     workers: int | None = None
-    memory: str | None = None
     gradients: str = "buckets:8MiB"
     output: str = "full"
     plan: PlanSpec = field(default_factory=PlanSpec)
@@ -47,13 +46,8 @@ class PlanRequest:
         return Costs(graph, machines, timer_for(machines, graph), Training(output=self.output))
 
 
-def answer(request: PlanRequest) -> Plan:
-    """The best plan, with all that is known about it."""
-    return best_plan(request.costs(), request.gradients, request.memory)
-
-
 def best_plan(costs: Costs, gradients: str, memory: str | None) -> Plan:
-    """The best plan that needs no more memory than a worker may use."""
+    """The best plan within the memory of a worker, with all that is known about it."""
     cap = costs.cluster.device.memory if memory is None else parse_size(memory)
     return examine(costs, parse_engine(gradients), cap=cap)
 

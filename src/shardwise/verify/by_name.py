@@ -16,11 +16,11 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
 from shardwise.launch.workers import run_local
 from shardwise.model.capture import Captured
-from shardwise.plans.plan import Plan
+from shardwise.plans.plan import FLOAT, Plan
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.verify.comparison import Comparison
-from shardwise.verify.inputs import FLOAT, draw_inputs
+from shardwise.verify.inputs import draw_inputs
 from shardwise.verify.proof import compare
 from shardwise.verify.results import PlanResult
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.plans.plan import FLOAT  # here, the dtype that the model is verified in
 
-FLOAT = "float"  # of the dtype that the model is verified in
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 COMPLEX = ("complex64", "complex128")
 
