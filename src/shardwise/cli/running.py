@@ -27,12 +27,10 @@ def run(settings: Settings) -> None:
 
     start = time.perf_counter()
     history = run_training(settings)
-    if history and history[-1].accuracy is not None:
-        seconds = time.perf_counter() - start
-        accuracy = 100 * history[-1].accuracy
-        number = history[-1].number
+    if history and (accuracy := history[-1].accuracy) is not None:
+        seconds, number = time.perf_counter() - start, history[-1].number
         epochs = "1 epoch" if number == 1 else f"{number} epochs"
-        print(f"test accuracy {accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
+        print(f"test accuracy {100 * accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
 
 
 train = with_options(run, "train")

@@ -31,10 +31,9 @@ def explain_table(plan: Plan, layer: str) -> Table:
 
 def trace_lines(trace: Trace) -> list[str]:
     """A simulated or measured step in a few lines."""
-    busy, waiting = trace.busy, trace.waiting
     return [
         f"step {milliseconds(trace.seconds)} ms on {trace.world} workers",
-        f"computing {_range(busy)} ms a rank, waiting {_range(waiting)} ms",
+        f"computing {_range(trace.busy)} ms a rank, waiting {_range(trace.waiting)} ms",
         f"communication {_range(trace.communication)} ms a rank, exposed "
         f"{_range(trace.exposed)} ms, overlap {100 * trace.overlap:.1f} %",
     ]
