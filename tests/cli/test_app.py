@@ -189,7 +189,7 @@ def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-d
         ("verify digits --workers 2 --split n=4", "split n=4 needs 4 workers, and there are 2"),
         ("verify digits --workers 0", "0 workers: there must be at least 1"),
         ("verify digits --random-plans -1", "-1 random plans"),
-        ("verify digits --batch 0", "a batch of 0 samples"),
+        ("verify digits --batch 0", "batch 0: there must be at least 1 sample"),
         ("verify digits --dtype int8", "dtype 'int8' must be one of float64, float32,"),
         ("verify digits --device tpu", "device 'tpu' must be one of cpu, cuda"),
         ("verify digits --plan none.json", "the plan file 'none.json' cannot be read"),

@@ -118,7 +118,8 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     assert sum(row["bytes"] for row in data["layers"]) == data["bytes"]
     assert set(RIVALS) <= set(data["rivals"])
     for rival in data["rivals"].values():
-        assert set(rival) == {"cost_seconds", "step_seconds", "bytes", "memory"}
+        totals = {key for key in data if key.endswith("_seconds")}
+        assert set(rival) == {*totals, "split", "bytes", "memory"}
         assert rival["step_seconds"] >= data["step_seconds"] * (1 - 1e-9)
 
 
@@ -274,7 +275,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(  # type: ignore[no-untyped-def]
         ("simulate {net} --plan none.json", "the plan file 'none.json' cannot be read"),
         ("simulate {net} --plan {tmp}/net.py", "Invalid JSON"),
         ("simulate {net} --split q=2", "split 'q=2': 'q' is not an axis"),
-        ("simulate {net} --split n=4 --workers 2", "does not exist among 2 workers"),
+        ("simulate {net} --split n=4 --workers 2", "split n=4 needs 4 workers, and there are 2"),
     ],
 )
 def test_other_mistakes_are_one_line_and_exit_code_2_too(  # type: ignore[no-untyped-def]
@@ -309,6 +310,6 @@ def test_a_model_that_does_not_fit_is_told_what_it_needs(run) -> None:  # type: 
 def test_a_plan_for_another_world_or_model_is_refused(run, net: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     where = ("simulate", net, "--cluster", "4x10Gb", "--input", INPUT, "--plan")
     two = saved_plan(tmp_path / "two.json", world=2, n=2)
-    assert_refused(run(*where, two), "the plan is for 2 workers, the cluster has 4")
+    assert_refused(run(*where, two), "two.json is for 2 workers, and there are 4")
     wide = saved_plan(tmp_path / "wide.json", width=9, n=4)
     assert_refused(run(*where, wide), "the plan was made for another model or input shape")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from shardwise.data.prefetch import Prefetch
+from shardwise.data.prefetch import prefetched
 
 
 def running() -> int:
-    return sum(thread.name == "shardwise-prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("shardwise-prefetch") for thread in threading.enumerate())
 
 
 def test_items_come_in_order_and_the_thread_ends() -> None:
-    with Prefetch(iter(range(100)), depth=3) as items:
+    with closing(prefetched(iter(range(100)), depth=3)) as items:
         assert list(items) == list(range(100))
         assert list(items) == []
     assert running() == 0
@@ -30,7 +31,7 @@ def test_no_more_is_made_than_the_depth_allows() -> None:
             made.append(number)
             yield number
 
-    with Prefetch(numbers(), depth=2) as items:
+    with closing(prefetched(numbers(), depth=2)) as items:
         for count in range(1, 5):
             next(items)
             time.sleep(0.05)
@@ -44,7 +45,7 @@ def test_an_error_is_raised_where_its_item_would_have_come() -> None:
         yield 2
         raise KeyError("three")
 
-    with Prefetch(numbers(), depth=5) as items:
+    with closing(prefetched(numbers(), depth=5)) as items:
         assert [next(items), next(items)] == [1, 2]
         with pytest.raises(KeyError, match="three"):
             next(items)
@@ -54,6 +55,6 @@ def test_an_error_is_raised_where_its_item_would_have_come() -> None:
 
 def test_leaving_early_ends_the_thread() -> None:
     for _ in range(20):
-        with Prefetch(iter(range(1000)), depth=4) as items:
+        with closing(prefetched(iter(range(1000)), depth=4)) as items:
             next(items)
     assert running() == 0

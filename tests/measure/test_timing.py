@@ -26,7 +26,7 @@ from shardwise.planner.layer_times import (
     timer_for,
     works,
 )
-from shardwise.specs.request import Question
+from shardwise.specs.model_spec import ModelSpec
 
 
 class Net(nn.Module):
@@ -114,14 +114,14 @@ def test_tables_are_kept_on_disk_and_a_broken_one_is_named(cache: Path) -> None:
 
 
 def test_a_probe_gives_a_cluster_whose_times_are_found(cache: Path, tmp_path: Path) -> None:
-    question = Question("digits", batch=8)
-    cluster = probe([question], workers=2)
+    spec = ModelSpec("digits", batch=8)
+    cluster = probe([spec], workers=2)
     assert cluster is not None and cluster.world == 2
     assert cluster.links[0].sum_bandwidth is not None and cluster.device.flops > 1e6
     cluster.save(tmp_path / "here.yaml")
     again = Cluster.load(tmp_path / "here.yaml")
     assert again.device == cluster.device
-    graph = question.graph(2)
+    graph = spec.graph(8)
     timer = timer_for(again, graph)
     assert isinstance(timer, Measured)
     splits = [Split(layer, Config(n=2), 2) for layer in graph.layers if layer.op != "input"]

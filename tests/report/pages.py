@@ -10,7 +10,8 @@ import numpy as np
 
 from shardwise import Plan
 from shardwise.plans.trace import Span, Trace
-from shardwise.specs.request import Question, examined
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.request import PlanRequest, examined
 
 NET = """
 import torch
@@ -37,12 +38,12 @@ SPLITS = {"left": {"h": 2, "w": 2}, "right.0": {"f": 4}, "head.1": {"c": 4}, "he
 def examined_plan(folder: Path) -> Plan:
     """Samples are split, but for some layers; with its costs."""
     (folder / "net.py").write_text(NET)
-    question = Question(f"{folder / 'net.py'}:Net", "4x10Gb", 4, shapes=(SHAPE,))
-    graph = question.graph(4)
+    request = PlanRequest(ModelSpec(f"{folder / 'net.py'}:Net", (SHAPE,)), "4x10Gb", 4)
+    graph = request.costs().graph
     special = {name: Plan.uniform(graph, 4, **split) for name, split in SPLITS.items()}
     usual = Plan.uniform(graph, 4, n=4)
     plan = Plan.make(graph, 4, lambda layer: special.get(layer.name, usual).layers[layer.name])
-    return examined(question, plan)
+    return examined(request, plan)
 
 
 def recorded(simulated: Trace) -> Trace:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise import zoo
-from shardwise.verify.by_name import ToVerify, verify_model
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.verify.by_name import VerifyRequest, verify_model
 
 # Small images that still leave batch norm several values per channel in the last layers: with few
 # values it amplifies rounding beyond any tolerance, on one device too.
@@ -29,7 +30,7 @@ def check(name: str, workers: int, num_random: int) -> None:
     batch, channels, *space = zoo.input_shape(name, max(4, workers))
     size = min(space[0], SIZES.get(name, 64))
     shape = (batch, channels, *[size] * len(space))
-    results = verify_model(ToVerify(name, workers, (shape,), num_random=num_random))
+    results = verify_model(VerifyRequest(ModelSpec(name, (shape,)), workers, num_random=num_random))
     assert len(results) == num_random
     assert all(result.passed for result in results), [result.error for result in results]
 

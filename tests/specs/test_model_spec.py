@@ -10,12 +10,12 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.specs.model_spec import (
-    default_shape,
+    ModelSpec,
     load_model,
     parse_options,
     parse_shape,
-    parse_split,
 )
+from shardwise.specs.plan_spec import parse_split
 
 SOURCE = """
 from dataclasses import dataclass
@@ -96,12 +96,6 @@ def test_an_unknown_option_is_named() -> None:
         load_model("digits", depth=3)
 
 
-def test_zoo_networks_have_a_default_shape_and_other_models_have_none() -> None:
-    assert default_shape("digits", 4) == (4, 1, 8, 8)
-    with pytest.raises(ShardwiseError, match="give one"):
-        default_shape("mynet.py:build", 4)
-
-
 def test_shapes_splits_and_options_are_parsed() -> None:
     assert parse_shape("2x3x224x224") == (2, 3, 224, 224)
     assert parse_shape("7") == (7,)
@@ -131,3 +125,17 @@ def test_shapes_splits_and_options_are_parsed() -> None:
 def test_a_wrong_shape_split_or_option_names_the_field(parse, text, sentence) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ShardwiseError, match=sentence):
         parse(text)
+
+
+def test_a_model_has_the_shapes_that_are_given_or_those_of_the_zoo() -> None:
+    assert ModelSpec("digits").input_shapes(default_batch=6) == ((6, 1, 8, 8),)
+    assert ModelSpec("digits", batch=4).input_shapes(default_batch=6) == ((4, 1, 8, 8),)
+    with pytest.raises(ShardwiseError, match="give one"):
+        ModelSpec("mynet.py:build").input_shapes(6)
+    given = ModelSpec("digits", ((2, 1, 9, 9),), options={"width": 4})
+    assert given.input_shapes(default_batch=6) == ((2, 1, 9, 9),)
+    assert given.graph(6).batch == 2
+    with pytest.raises(ShardwiseError, match="does not agree"):
+        ModelSpec("digits", ((2, 1, 9, 9),), batch=4).input_shapes(6)
+    with pytest.raises(ShardwiseError, match="batch 0: there must be at least 1 sample"):
+        ModelSpec("digits", batch=0)

@@ -21,7 +21,7 @@ from shardwise.cli.options import (
     Options,
     Shapes,
     Split,
-    model_options,
+    model_spec,
     wide_console,
     working,
 )
@@ -52,25 +52,15 @@ def plan(
     Costs come from the cluster's description; --cluster takes the file that `shardwise probe`
     writes, so that they are measured.
     """
-    from shardwise.cli.tables import explain_table, plan_table, rivals_table, trace_lines
-    from shardwise.planner.planned import as_data
+    from shardwise.cli.tables import explain_table, trace_lines
+    from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.model_spec import parse_shape
-    from shardwise.specs.request import Question, answer
+    from shardwise.specs.request import PlanRequest, best_plan
 
-    request = Question(
-        spec=model,
-        cluster=cluster,
-        workers=workers,
-        batch=batch,
-        shapes=tuple(map(parse_shape, shape or [])),
-        memory=memory,
-        gradients=gradients,
-        output=output,
-        options=model_options(option, num_classes),
-    )
+    spec = model_spec(model, shape, batch, option, num_classes)
+    request = PlanRequest(spec, cluster, workers, output=output)
     with working(f"planning {model}"):
-        found = answer(request)
+        found = best_plan(request.costs(), gradients, memory)
     if save is not None:
         found.save(save)
     if html is not None:
@@ -107,20 +97,12 @@ def simulate(
     """Simulate one training step on a cluster, on thousands of workers if need be."""
     from shardwise.cli.tables import trace_lines
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.model_spec import parse_shape, parse_split
-    from shardwise.specs.request import Question, examined, simulated, trace_data
+    from shardwise.specs.plan_spec import PlanSpec
+    from shardwise.specs.request import PlanRequest, examined, simulated, trace_data
 
-    request = Question(
-        spec=model,
-        cluster=cluster,
-        workers=workers,
-        batch=batch,
-        shapes=tuple(map(parse_shape, shape or [])),
-        gradients=gradients,
-        plan=plan,
-        split=parse_split(split) if split is not None else {},
-        options=model_options(option, num_classes),
-    )
+    spec = model_spec(model, shape, batch, option, num_classes)
+    chosen = PlanSpec.parse(plan, split)
+    request = PlanRequest(spec, cluster, workers, gradients=gradients, plan=chosen)
     with working(f"simulating {model}"):
         if html is None:
             step = simulated(request)

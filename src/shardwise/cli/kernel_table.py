@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,25 +16,24 @@ from shardwise.kernels.conv_shape import ConvShape
 from shardwise.kernels.dispatch import KERNELS, STOCK
 from shardwise.kernels.native import DIRECTIONS
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
-from shardwise.specs.model_spec import default_shape, load_model
+from shardwise.planner.shown_plan import new_table
+from shardwise.specs.model_spec import ModelSpec
 from shardwise.units import parse_size
 
 COLUMNS = (STOCK, *dict.fromkeys(name for names in KERNELS.values() for name in sorted(names)))
 LAYOUTS = ("keep", "channels_last")
+DEFAULT_BATCH = 64  # samples, where neither these nor a shape are given
 
 
 @dataclass(frozen=True)
-class KernelQuestion:
-    """What is to be timed: a model, its input, threads and limits."""
+class KernelRequest:
+    """What is to be timed: a model, threads and limits."""
 
-    spec: str
-    shape: tuple[int, ...] | None = None
-    batch: int = 64
+    spec: ModelSpec
     threads: int | None = None
     layout: str = "keep"
     memory: str | None = None
     exact: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class KernelRow:
 
 
 def time_kernels(
-    asked: KernelQuestion, report: Callable[[str], None] | None = None
+    asked: KernelRequest, report: Callable[[str], None] | None = None
 ) -> list[KernelRow]:
     """Times, or looks up, every kernel on every convolution of a model."""
     if asked.layout not in LAYOUTS:
@@ -79,9 +78,9 @@ def time_kernels(
         torch.set_num_threads(before)
 
 
-def _time(asked: KernelQuestion, report: Callable[[str], None] | None) -> list[KernelRow]:
-    model = load_model(asked.spec, **asked.options)
-    x = torch.randn(asked.shape or default_shape(asked.spec, asked.batch))
+def _time(asked: KernelRequest, report: Callable[[str], None] | None) -> list[KernelRow]:
+    model = asked.spec.build()
+    x = torch.randn(asked.spec.input_shapes(DEFAULT_BATCH)[0])
     if asked.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
     memory = MEMORY_BYTES if asked.memory is None else parse_size(asked.memory)
@@ -101,12 +100,9 @@ def _time(asked: KernelQuestion, report: Callable[[str], None] | None) -> list[K
 
 def kernel_table(title: str, rows: list[KernelRow]) -> Table:
     """Gflop/s, the chosen kernel of each row marked."""
-    table = Table(title=f"{title}: Gflop/s", title_justify="left")
-    for name in ("layer", "input", "filters", ""):
-        table.add_column(name)
     used = [name for name in COLUMNS if any(name in row.seconds for row in rows)]
-    for name in used:
-        table.add_column(name.replace("_", " "), justify="right")
+    kernels = [name.replace("_", " ") for name in used]
+    table = new_table(f"{title}: Gflop/s", ("layer", "input", "filters", ""), kernels)
     previous = None
     for row in rows:
         head = (row.layer, _sizes(row.shape.x), _sizes(row.shape.w))

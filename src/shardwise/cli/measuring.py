@@ -17,7 +17,7 @@ from shardwise.cli.options import (
     Shapes,
     Split,
     Workers,
-    model_options,
+    model_spec,
     wide_console,
     working,
 )
@@ -65,25 +65,23 @@ def verify(
     is judged by what one device makes of a change in the last bit. Exit code 1 means that some
     tensor differs by more than that. Also runs under torchrun or mpirun.
     """
-    from shardwise.specs.model_spec import parse_split
-    from shardwise.verify.by_name import ToVerify, verify_model
+    from shardwise.specs.plan_spec import PlanSpec
+    from shardwise.verify.by_name import VerifyRequest, verify_model
     from shardwise.verify.inputs import parse_input
 
     inputs = [parse_input(text) for text in shape or []]
-    request = ToVerify(
-        spec=model,
-        workers=workers,
-        shapes=tuple(dims for dims, _ in inputs),
-        kinds=tuple(kind for _, kind in inputs),
-        batch=batch,
-        plan_file=plan,
-        split=parse_split(split) if split is not None else {},
+    meant = [] if plan is None else [PlanSpec(plan)]
+    meant += [] if split is None else [PlanSpec.parse(None, split)]
+    request = VerifyRequest(
+        model_spec(model, [text for text, _ in inputs], batch, option, num_classes),
+        workers,
+        tuple(meant),
         num_random=random_plans,
         seed=seed,
         training=not evaluate,
         dtype=dtype,
         device=device,
-        options=model_options(option, num_classes),
+        kinds=tuple(kind for _, kind in inputs),
     )
     with working(f"verifying {model}"):
         results = verify_model(request)
@@ -108,7 +106,7 @@ def _print_results(results: list[PlanResult]) -> None:
 
 def kernels(
     model: Model,
-    batch: Annotated[int, typer.Option(help="Samples per step.")] = 64,
+    batch: Annotated[int | None, typer.Option(help="Samples per step. (default: 64)")] = None,
     shape: Shapes = None,
     threads: Annotated[
         int | None, typer.Option(help="Number of threads. (default: as torch has it)")
@@ -129,21 +127,12 @@ def kernels(
     One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
     timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
     """
-    from shardwise.cli.kernel_table import KernelQuestion, kernel_table, time_kernels
-    from shardwise.specs.model_spec import parse_shape
+    from shardwise.cli.kernel_table import KernelRequest, kernel_table, time_kernels
 
-    wish = KernelQuestion(
-        spec=model,
-        shape=parse_shape(shape[0]) if shape else None,
-        batch=batch,
-        threads=threads,
-        layout=layout,
-        memory=memory,
-        exact=exact,
-        options=model_options(option, num_classes),
-    )
+    spec = model_spec(model, shape, batch, option, num_classes)
+    request = KernelRequest(spec, threads, layout, memory, exact)
     with working(f"timing the kernels of {model}") as status:
-        rows = time_kernels(wish, lambda name: status.update(f"timing {model}: {name}"))
+        rows = time_kernels(request, lambda name: status.update(f"timing {model}: {name}"))
     if json:
         print(dumps([row.data() for row in rows]))
     else:
@@ -173,19 +162,9 @@ def probe(
     layers are kept in ~/.cache/shardwise (or $SHARDWISE_CACHE) for the next time.
     """
     from shardwise.measure.cluster_file import probe as probe_machine
-    from shardwise.specs.model_spec import parse_shape
-    from shardwise.specs.request import Question
 
-    questions = [
-        Question(
-            spec=model,
-            batch=batch,
-            shapes=tuple(map(parse_shape, shape or [])),
-            options=model_options(option, num_classes),
-        )
-        for model in models or []
-    ]
-    found = probe_machine(questions, workers, again, sums)
+    specs = [model_spec(model, shape, batch, option, num_classes) for model in models or []]
+    found = probe_machine(specs, workers, again, sums)
     if found is not None:
         found.save(out)
         print(found.to_yaml().rstrip())

@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardwise.specs.model_spec import ModelSpec
+
 Workers = Annotated[
     int | None,
     typer.Option(help="Number of workers: processes of this machine. (default: 2)"),
@@ -72,8 +74,17 @@ def working(what: str) -> Any:
     return Console(stderr=True).status(what)
 
 
-def model_options(option: list[str] | None, num_classes: int | None) -> dict[str, Any]:
-    from shardwise.specs.model_spec import parse_options
+def model_spec(
+    model: str,
+    shapes: list[str] | None,
+    batch: int | None,
+    option: list[str] | None,
+    num_classes: int | None,
+) -> ModelSpec:
+    """The model that a command is about."""
+    from shardwise.specs.model_spec import ModelSpec, parse_options, parse_shape
 
-    given = {} if num_classes is None else {"num_classes": num_classes}
-    return parse_options(option or []) | given
+    options = parse_options(option or [])
+    if num_classes is not None:
+        options["num_classes"] = num_classes
+    return ModelSpec(model, tuple(map(parse_shape, shapes or [])), batch, options)

@@ -27,12 +27,10 @@ def run(settings: Settings) -> None:
 
     start = time.perf_counter()
     history = run_training(settings)
-    if history and history[-1].accuracy is not None:
-        seconds = time.perf_counter() - start
-        accuracy = 100 * history[-1].accuracy
-        number = history[-1].number
+    if history and (accuracy := history[-1].accuracy) is not None:
+        seconds, number = time.perf_counter() - start, history[-1].number
         epochs = "1 epoch" if number == 1 else f"{number} epochs"
-        print(f"test accuracy {accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
+        print(f"test accuracy {100 * accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
 
 
 train = with_options(run, "train")
@@ -73,7 +71,8 @@ def pack(
     height_width = parse_shape(size) if size is not None else None
     if height_width is not None and len(height_width) != 2:
         raise ShardwiseError(f"--size {size} must be height x width, such as 224x224")
-    opened = open_lazily(source, on_error, subset, height_width, num_classes)
+    given = {"subset": subset, "size": height_width, "num_classes": num_classes}
+    opened = open_lazily(source, on_error, **given)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"packing {escape(source)}", total=len(opened))

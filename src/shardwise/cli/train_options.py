@@ -28,21 +28,16 @@ def with_options(command: Command, name: str) -> Callable[..., None]:
     argument = Annotated[
         Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Settings; options count more.")
     ]
-    parameters = [_parameter("config", argument)]
-    parameters += [_parameter(name, _option(name)) for name in Settings.model_fields]
+    annotations = {"config": argument, **{name: _option(name) for name in Settings.model_fields}}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, kind, default=None, annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    call.__annotations__ = annotations
     call.__doc__, call.__name__ = command.__doc__, name
     return call
-
-
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    kind = (
-        inspect.Parameter.KEYWORD_ONLY
-        if name != "config"
-        else inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )
-    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def _option(name: str) -> Any:

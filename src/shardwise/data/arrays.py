@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, one_line
 from shardwise.geometry.box import Box
 
-from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names
+from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names, optional
 
 IMAGES, LABELS = "images", "labels"
 MAX_CLASSES = 1_000_000  # more is a slip: labels that are no classes
@@ -144,16 +144,13 @@ def _open_npy(path: Path) -> np.ndarray:
     except FileNotFoundError:
         raise ShardwiseError(f"there is no {path}") from None
     except Exception as error:  # numpy evaluates the header as Python: it may fail in any way
-        raise ShardwiseError(f"{path} is no .npy file that can be read: {_first(error)}") from None
+        raise ShardwiseError(
+            f"{path} is no .npy file that can be read: {one_line(error)}"
+        ) from None
     if not isinstance(array, np.ndarray):
         array.close()
         raise ShardwiseError(f"{path} is an archive of arrays, and not one array")
     return np.asarray(array)  # a plain array is cut several times as fast as a np.memmap
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 # -- zarr ------------------------------------------------------------------------------------------
@@ -182,7 +179,7 @@ class Zarr(Arrays):
         except ShardwiseError:
             raise
         except Exception as error:  # a codec may fail in any way on a damaged chunk
-            raise ShardwiseError(f"{self.name} cannot be read: {_first(error)}") from None
+            raise ShardwiseError(f"{self.name} cannot be read: {one_line(error)}") from None
 
     def _bytes_of(self, array: Any, box: Box) -> int:
         """The chunks that the box touches, before compression."""
@@ -195,15 +192,12 @@ class Zarr(Arrays):
 
 
 def _open_zarr(folder: Path, what: str) -> Any:
-    try:
-        import zarr
-    except ImportError:
-        raise ShardwiseError(f"{folder} needs zarr, which is not installed") from None
+    zarr = optional("zarr", f"{folder} needs zarr", "zarr")
     try:
         array = zarr.open_group(str(folder), mode="r")[what]
         description = str(array.metadata.to_dict()).lower()
     except Exception as error:
-        raise ShardwiseError(f"{folder} has no zarr array {what!r}: {_first(error)}") from None
+        raise ShardwiseError(f"{folder} has no zarr array {what!r}: {one_line(error)}") from None
     if not isinstance(array, zarr.Array):
         raise ShardwiseError(f"{folder}/{what} is a zarr group, and not an array")
     if "pickle" in description:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 
-from .source import Source
+from .source import Source, optional
 
+PILLOW = ("images are read with Pillow", "shardwise[train]")
 SUFFIXES = {".jpg", ".jpeg", ".png"}
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}  # 8 bits a channel, or fewer
 
@@ -90,11 +90,11 @@ class ImageFolder(Source):
         except OSError as error:
             raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
         self.bytes_read += len(content)
-        pillow = _pillow()
+        pillow, ops = (optional(f"PIL.{name}", *PILLOW) for name in ("Image", "ImageOps"))
         try:
             if path.suffix.lower() == ".png":
-                pillow.Image.open(BytesIO(content)).verify()  # checksums, which load() passes over
-            image = pillow.Image.open(BytesIO(content), formats=("JPEG", "PNG"))
+                pillow.open(BytesIO(content)).verify()  # checksums, which load() passes over
+            image = pillow.open(BytesIO(content), formats=("JPEG", "PNG"))
             self._check_size(path, (image.height, image.width))  # before it takes memory
             image.load()
         except ShardwiseError:
@@ -106,17 +106,6 @@ class ImageFolder(Source):
         image = image.convert("RGB" if self.channels == 3 else "L")
         if self.size is not None:
             height, width = self.size
-            image = pillow.ImageOps.fit(image, (width, height), pillow.Image.Resampling.BILINEAR)
+            image = ops.fit(image, (width, height), pillow.Resampling.BILINEAR)
         pixels = np.asarray(image, dtype=np.uint8)
         return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _pillow() -> Any:
-    try:
-        import PIL.Image
-        import PIL.ImageOps
-    except ImportError:
-        raise ShardwiseError(
-            "images are read with Pillow, which is not installed: pip install 'shardwise[train]'"
-        ) from None
-    return PIL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.geometry.box import Box
 
 from .augment import Augment, Views
 from .order import Batches, mixing_share
-from .prefetch import Prefetch
+from .prefetch import prefetched
 from .source import Source
 
 IGNORED = -100  # the class of padding, which torch's losses pass over
@@ -112,11 +113,9 @@ class Loader:
             self._read(indices, *boxes[len(indices)], bits, epoch, share)
             for indices, share in zip(batches, shares, strict=True)
         )
-        if self.prefetch == 0:
-            yield from self._given_out(parts)
-        else:
-            with Prefetch(parts, self.prefetch) as ahead:
-                yield from self._given_out(ahead)
+        ahead = prefetched(parts, self.prefetch) if self.prefetch else parts
+        with closing(ahead):
+            yield from self._given_out(ahead)
         self.batches.next_epoch()
 
     def _shares(self, batches: list[np.ndarray], epoch: int) -> list[float]:
@@ -185,15 +184,10 @@ class Loader:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
     def _on_device(self, part: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return part
-        tensors = {"x": part.x, "y": part.y, "mixed": part.mixed}
-        there = {
-            name: tensor.to(self.device, non_blocking=True)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        return replace(part, **there)
+        def there(tensor: Any) -> Any:
+            return None if tensor is None else tensor.to(self.device, non_blocking=True)
+
+        return replace(part, x=there(part.x), y=there(part.y), mixed=there(part.mixed))
 
 
 def _size(box: Box) -> list[int]:

@@ -40,7 +40,7 @@ def open_source(
     >>> len(open_source("digits", subset="test"))
     360
     """
-    source = open_lazily(spec, on_error, subset, size, num_classes)
+    source = open_lazily(spec, on_error, subset=subset, size=size, num_classes=num_classes)
     if on_error == "raise":
         return source
     bad = bad_samples(source)
@@ -60,23 +60,20 @@ def open_pair(
     >>> [len(source) for source in open_pair("digits")]
     [1437, 360]
     """
-    folder, subset, tests = Path(spec), None, test_spec
+    folder, tests = Path(spec), test_spec
+    subset = test_subset = None
     if str(spec) == "digits" or any((folder / name).exists() for name in (*TRAIN, *TEST)):
         subset = "train"
         if test_spec is None and (str(spec) == "digits" or (folder / TEST[0]).exists()):
-            return open_source(spec, subset=subset, **options), _tests(spec, "test", options)
+            tests, test_subset = spec, "test"
     elif (folder / "train").is_dir():
         spec = folder / "train"
         found = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
-        tests = test_spec or (found[0] if found else None)
+        tests = test_spec or next(iter(found), None)
+    if str(tests) == "digits":
+        test_subset = "test"
     train = open_source(spec, subset=subset, **options)
-    return train, None if tests is None else _tests(tests, None, options)
-
-
-def _tests(spec: str | Path, subset: str | None, options: dict[str, Any]) -> Source:
-    if subset is None and str(spec) == "digits":
-        subset = "test"
-    return open_source(spec, subset=subset, **options)
+    return train, tests if tests is None else open_source(tests, subset=test_subset, **options)
 
 
 def check_alike(train: Source, test: Source) -> None:
@@ -89,17 +86,10 @@ def check_alike(train: Source, test: Source) -> None:
             )
 
 
-def open_lazily(
-    spec: str | Path,
-    on_error: str = "raise",
-    subset: str | None = None,
-    size: tuple[int, int] | None = None,
-    num_classes: int | None = None,
-) -> Source:
+def open_lazily(spec: str | Path, on_error: str = "raise", **given: Any) -> Source:
     """The same, but a sample that cannot be read stays, and says so when it is read."""
     check_on_error(on_error)
     text = str(spec)
-    given = {"subset": subset, "size": size, "num_classes": num_classes}
     options = {name: value for name, value in given.items() if value is not None}
     if text == "digits":
         return digits(**_only(options, text, "subset"))

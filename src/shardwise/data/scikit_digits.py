@@ -8,7 +8,7 @@ from shardwise.errors import ShardwiseError
 
 from .arrays import Arrays
 from .order import shuffled
-from .source import class_names
+from .source import class_names, optional
 
 NUM_TEST = 360
 SUBSETS = ("train", "test", "all")
@@ -21,13 +21,7 @@ def digits(subset: str = "train") -> Arrays:
     (1437, 360, (1, 8, 8))
     """
     check_subset(subset)
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise ShardwiseError(
-            "the digits come with scikit-learn, which is not installed: "
-            "pip install 'shardwise[train]'"
-        ) from None
+    datasets = optional("sklearn.datasets", "the digits come with scikit-learn", "shardwise[train]")
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = np.asarray(pixels, dtype=np.uint8).reshape(-1, 1, 8, 8)
     order = shuffled(len(images), seed=0, epoch=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -165,6 +167,14 @@ def check_on_error(on_error: str) -> None:
     """Raises unless this says what to do about a sample that cannot be read."""
     if on_error not in ON_ERROR:
         raise ShardwiseError(f"on_error={on_error!r} must be {' or '.join(map(repr, ON_ERROR))}")
+
+
+def optional(module: str, use: str, package: str) -> Any:
+    """A module that need not be installed; where it is not, says what it is for."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ShardwiseError(f"{use}, which is not installed: pip install {package!r}") from None
 
 
 def class_names(num_classes: int) -> tuple[str, ...]:

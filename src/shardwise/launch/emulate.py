@@ -153,10 +153,6 @@ class Emulation:
             **options,  # type: ignore[arg-type]
         )
 
-    def traffic(self) -> list[tuple[int, int]]:
-        """Bytes that each host has received and sent, by its network card's own count."""
-        return [card_bytes(holder.pid) for holder in self.holders[: self.wiring.hosts]]
-
 
 def _check_possible() -> None:
     missing = {package for tool, package in TOOLS.items() if shutil.which(tool) is None}
@@ -305,16 +301,18 @@ def _wait(jobs: list[subprocess.Popen[bytes]], grace: float) -> int:
                 _signal(jobs, asked[0])
                 failed, deadline = 128 + asked[0], min(deadline, time.monotonic() + GRACE)
                 asked.clear()
-            codes = [job.poll() for job in jobs]
-            if not failed and any(codes):
-                failed = next(code if code > 0 else 128 - code for code in codes if code)
+            if not failed and (failed := _first_failure(jobs)):
                 deadline = time.monotonic() + grace
             time.sleep(0.05)
-        codes = [job.poll() for job in jobs]
-        return failed or next((c if c > 0 else 128 - c for c in codes if c), 0)
+        return failed or _first_failure(jobs)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _first_failure(jobs: list[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first rank that failed, as shells count signals; 0 if none has."""
+    return next((code if code > 0 else 128 - code for job in jobs if (code := job.poll())), 0)
 
 
 def _signal(jobs: list[subprocess.Popen[bytes]], number: int) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -56,17 +54,13 @@ def launched_switches(world: int) -> tuple[int, ...]:
     return tuple(rank // per_switch for rank in range(world))
 
 
-def choose_world(asked: int | None = None, split: Mapping[str, int] | None = None) -> int:
-    """How many workers to use: as asked for, as launched, as a split needs, or else 2."""
-    needed = prod(split.values()) if split else None
+def choose_world(asked: int | None = None, needed: int | None = None) -> int:
+    """How many workers to use: as asked for, as launched, as a plan needs, or else 2."""
     world = next(n for n in (asked, launched_world(), needed, DEFAULT_WORLD) if n is not None)
     if world < 1:
         raise ShardwiseError(f"{world} workers: there must be at least 1")
     if launched_world() not in (None, world):
         raise ShardwiseError(f"{world} workers are asked for, and {launched_world()} are running")
-    if split and needed is not None and needed > world:
-        text = ",".join(f"{axis}={degree}" for axis, degree in split.items())
-        raise ShardwiseError(f"split {text} needs {needed} workers, and there are {world}")
     return world
 
 

@@ -32,8 +32,8 @@ from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import TimeTable, Work, all_works, first_layers, timer_for
 from shardwise.runtime.parallel import parallelize
-from shardwise.specs.model_spec import load_model
-from shardwise.specs.request import Question
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.request import PER_WORKER
 
 Times = dict[str, tuple[float, float]]  # of shares by their keys, forward and backward
 STEPS = 3  # of each plan that shows what messages cost amid computation
@@ -52,7 +52,7 @@ class Found:
 
 
 def probe(
-    questions: list[Question],
+    specs: list[ModelSpec],
     workers: int | None = None,
     again: bool = False,
     sums: bool = False,
@@ -64,18 +64,18 @@ def probe(
     every group and size. Under a launcher rank 0 gets the cluster, the others None.
     """
     world = choose_world(workers)
-    graphs = [question.graph(world) for question in questions]
+    graphs = [spec.graph(PER_WORKER * world) for spec in specs]
     wanted = wanted_works(graphs, world)
     if under_launcher():
         init_from_environment()
-        gathered = Communicator().gather_objects(_measure(wanted, questions, again, sums))
+        gathered = Communicator().gather_objects(_measure(wanted, specs, again, sums))
         first = dist.get_rank() == 0
         dist.destroy_process_group()
         if not first:
             return None
         found: list[Found] = gathered
     else:
-        found = run_local(_measure, world, wanted, questions, again, sums)
+        found = run_local(_measure, world, wanted, specs, again, sums)
     _keep(found)
     memory = int(_machine_memory() * 0.9) // world
     cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
@@ -134,9 +134,7 @@ def _splits(graph: LayerGraph, cluster: Cluster) -> list[Split]:
     ]
 
 
-def _measure(
-    wanted: list[Work], questions: list[Question], again: bool, sums: bool = False
-) -> Found:
+def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool = False) -> Found:
     """What this rank measures, all ranks at once as in training."""
     comm = Communicator()
     device = device_name(torch.get_num_threads())
@@ -149,8 +147,8 @@ def _measure(
         task = progress.add_task("timing layers", total=len(missing))
         times = measure_works(missing, lambda done: progress.update(task, completed=done))
         steps = []
-        for question in progress.track(questions if comm.size > 1 else [], description="steps"):
-            steps.append(_steps(question, comm))
+        for spec in progress.track(specs if comm.size > 1 else [], description="steps"):
+            steps.append(_steps(spec, comm))
     if not sums or comm.size == 1:
         return Found(speeds, device, times, steps)
     switches = launched_switches(comm.size)
@@ -158,13 +156,13 @@ def _measure(
     return Found(speeds, device, times, steps, figures, winners)
 
 
-def _steps(question: Question, comm: Communicator) -> list[float]:
+def _steps(spec: ModelSpec, comm: Communicator) -> list[float]:
     """Seconds of a training step of the model under each calibration plan, the median of few."""
-    graph = question.graph(comm.size)
+    graph = spec.graph(PER_WORKER * comm.size)
     inputs = [torch.rand(graph[name].shape) for name in graph.inputs]
     found = []
     for plan in calibration_plans(graph, comm.size):
-        model = parallelize(load_model(question.spec, **question.options), plan)
+        model = parallelize(spec.build(), plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
         seconds = []
         for _ in range(1 + STEPS):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.captures import capture
-from shardwise.planner.best_plan import PlannedLayer, Planner, Prediction, baselines, predict, size
+from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
+from shardwise.planner.shown_plan import as_text
 from shardwise.planner.simulate import simulate
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
@@ -109,30 +109,7 @@ class Findings:
 
     def text(self) -> str:
         """The plan as plain columns: splits and predicted costs, totals, and the rivals'."""
-        head = ("layer", "split", "workers", "compute", "transfer", "update", "memory")
-        rows: list[tuple[str, ...]] = [head]
-        for row in self.prediction.rows:
-            times = (f"{1e3 * t:.3g} ms" for t in (row.compute, row.transfer, row.update))
-            workers = str(row.config.num_workers)
-            rows.append((row.layer, str(row.config), workers, *times, size(row.memory)))
-        rivals = [("this plan", self.prediction, self.trace.seconds)]
-        rivals += [(name, rival.prediction, rival.step) for name, rival in self.rivals.items()]
-        totals: list[tuple[str, ...]] = [("", "cost", "step", "moved", "memory")]
-        for name, prediction, step in rivals:
-            seconds = (f"{1e3 * t:.4g} ms" if t else "" for t in (prediction.seconds, step))
-            totals.append((name, *seconds, size(prediction.moved), size(prediction.memory)))
-        title = f"plan for {self.plan.world} workers of {self.costs.cluster.name}"
-        columns = [title, "", *_columns(rows), "", *_columns(totals)]
-        return "\n".join([*columns, *replace(self.plan, findings=self).idle()])
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of words as columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+        return as_text(replace(self.plan, findings=self))
 
 
 def plan(
@@ -208,58 +185,3 @@ class _Steps:
                 plan, costs.graph, costs.cluster, costs.timer, costs.training, self.engine
             )
         return self._known[key]
-
-
-def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
-    """A plan and all that is known about it as plain data, for JSON; alternatives if asked for."""
-    findings: Findings = plan.findings
-    prediction, trace = findings.prediction, findings.trace
-    return {
-        "workers": plan.world,
-        "cluster": findings.costs.cluster.name,
-        "step_seconds": trace.seconds,
-        "cost_seconds": prediction.seconds,
-        "compute_seconds": prediction.compute,
-        "transfer_seconds": prediction.transfer,
-        "update_seconds": prediction.update,
-        "bytes": prediction.moved,
-        "memory": prediction.memory,
-        "layers": [_layer_data(row) for row in prediction.rows],
-        "rivals": {name: _rival_data(rival) for name, rival in findings.rivals.items()},
-        "alternatives": {
-            name: [
-                {
-                    "split": str(found.config),
-                    "transfer": found.transfer,
-                    "compute": found.compute,
-                    "update": found.update,
-                    "onward": found.onward,
-                }
-                for found in findings.explain(name)
-            ]
-            for name in explain
-        },
-    }
-
-
-def _layer_data(row: PlannedLayer) -> dict[str, Any]:
-    return {
-        "layer": row.layer,
-        "op": row.op,
-        "split": str(row.config),
-        "workers": row.config.num_workers,
-        "compute": row.compute,
-        "transfer": row.transfer,
-        "update": row.update,
-        "bytes": row.moved,
-        "memory": row.memory,
-    }
-
-
-def _rival_data(rival: Rival) -> dict[str, Any]:
-    return {
-        "cost_seconds": rival.prediction.seconds,
-        "step_seconds": rival.step,
-        "bytes": rival.prediction.moved,
-        "memory": rival.prediction.memory,
-    }

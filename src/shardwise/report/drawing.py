@@ -22,6 +22,7 @@ LINE = 8.0  # width of the place that a passing edge takes
 SWEEPS = 13  # odd: the last one goes down, so that chains hang straight
 
 Item = tuple[int, int]  # a block at its row, or what passes from a block through a row below it
+Links = dict[Item, tuple[list[Item], list[Item]]]  # the neighbours of each item above and below
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def draw(graph: LayerGraph, plan: Plan) -> Drawing:
     row = _rows(reads)
     rows, links = _items(row, reads)
     _order(rows, links)
-    xs = _places(rows, links)
+    xs = _places(rows, links, row)
     left = min(xs[item] - _width(item, row) / 2 for item in xs)
     xs = {item: x - left + GAP for item, x in xs.items()}
     right = max(xs[item] + _width(item, row) / 2 for item in xs)
@@ -110,25 +111,19 @@ def _rows(reads: Sequence[Sequence[int]]) -> list[int]:
     row: list[int] = []
     for sources in reads:
         row.append(max((row[source] + 1 for source in sources), default=0))
-    readers: list[list[int]] = [[] for _ in reads]
-    for target, sources in enumerate(reads):
-        for source in sources:
-            readers[source].append(target)
     for i, sources in enumerate(reads):
-        if not sources and readers[i]:
-            row[i] = min(row[reader] for reader in readers[i]) - 1
+        below = [row[target] for target, read in enumerate(reads) if i in read and not sources]
+        row[i] = min(below) - 1 if below else row[i]
     return row
 
 
-def _items(
-    row: Sequence[int], reads: Sequence[Sequence[int]]
-) -> tuple[list[list[Item]], dict[Item, tuple[list[Item], list[Item]]]]:
-    """What stands in each row, and the neighbours of each item above and below.
+def _items(row: Sequence[int], reads: Sequence[Sequence[int]]) -> tuple[list[list[Item]], Links]:
+    """What stands in each row, and the neighbours of each item.
 
     All long edges of one block share their way down, else a dense network would be all lines.
     """
     rows: list[list[Item]] = [[] for _ in range(max(row) + 1)]
-    links: dict[Item, tuple[list[Item], list[Item]]] = {}
+    links: Links = {}
     last = list(row)
     for target, sources in enumerate(reads):
         for source in sources:
@@ -146,12 +141,12 @@ def _items(
     return rows, links
 
 
-def _link(links: Mapping[Item, tuple[list[Item], list[Item]]], upper: Item, lower: Item) -> None:
+def _link(links: Links, upper: Item, lower: Item) -> None:
     links[upper][1].append(lower)
     links[lower][0].append(upper)
 
 
-def _order(rows: list[list[Item]], links: Mapping[Item, tuple[list[Item], list[Item]]]) -> None:
+def _order(rows: list[list[Item]], links: Links) -> None:
     """Sorts every row by the mean place of its neighbours, downwards and upwards in turn."""
     spot = {item: float(i) for row in rows for i, item in enumerate(row)}
     for sweep in range(SWEEPS):
@@ -161,22 +156,15 @@ def _order(rows: list[list[Item]], links: Mapping[Item, tuple[list[Item], list[I
             spot.update({item: i - (len(row) - 1) / 2 for i, item in enumerate(row)})
 
 
-def _places(
-    rows: Sequence[Sequence[Item]], links: Mapping[Item, tuple[list[Item], list[Item]]]
-) -> dict[Item, float]:
+def _places(rows: Sequence[Sequence[Item]], links: Links, row: Sequence[int]) -> dict[Item, float]:
     """The middle of every item: near its neighbours, and no two of a row overlap."""
-    firsts: dict[int, int] = {}
-    for level, row in enumerate(rows):
-        for block, _ in row:
-            firsts.setdefault(block, level)
-    xs = {item: 0.0 for row in rows for item in row}
+    xs = {item: 0.0 for items in rows for item in items}
     for sweep in range(SWEEPS):
         side = sweep % 2
-        for row in rows if side == 0 else reversed(rows):
-            wanted = [_mean(links[item][side], xs, xs[item]) for item in row]
-            widths = [_item_width(item, firsts[item[0]]) for item in row]
-            gaps = [(a + b) / 2 + GAP for a, b in pairwise(widths)]
-            xs.update(zip(row, spread(wanted, gaps), strict=True))
+        for items in rows if side == 0 else reversed(rows):
+            wanted = [_mean(links[item][side], xs, xs[item]) for item in items]
+            gaps = [(_width(a, row) + _width(b, row)) / 2 + GAP for a, b in pairwise(items)]
+            xs.update(zip(items, spread(wanted, gaps), strict=True))
     return xs
 
 
@@ -185,11 +173,8 @@ def _mean(items: Sequence[Item], values: Mapping[Item, float], default: float) -
 
 
 def _width(item: Item, row: Sequence[int]) -> float:
-    return _item_width(item, row[item[0]])
-
-
-def _item_width(item: Item, first: int) -> float:
-    return WIDTH if item[1] == first else LINE
+    block, level = item
+    return WIDTH if level == row[block] else LINE
 
 
 def spread(wanted: Sequence[float], gaps: Sequence[float]) -> list[float]:

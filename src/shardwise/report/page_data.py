@@ -8,14 +8,14 @@ from typing import Any
 
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.planner.best_plan import PlannedLayer
-from shardwise.planner.costs import usual, value_operands
-from shardwise.planner.planned import SIMULATED, Alternative, Findings
+from shardwise.planner.costs import value_operands
+from shardwise.planner.planned import SIMULATED, Findings
+from shardwise.planner.shown_plan import as_data, notable_alternatives
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.drawing import HEIGHT, WIDTH, Drawing, draw
 from shardwise.report.history import History, charts, measured_memory
-from shardwise.report.trace_data import PARTS, per_layer, short, timeline
+from shardwise.report.trace_data import PARTS, per_layer, short, shortened, timeline
 from shardwise.version import __version__
 
 ALTERNATIVES = 8  # the best ones that are shown of each layer, beside the pure and the chosen
@@ -78,40 +78,22 @@ def split_kind(config: Config) -> str:
 
 
 def plan_data(plan: Plan, findings: Findings) -> dict[str, Any]:
-    """The plan, its totals and its rivals, every layer with its costs, and the drawing."""
-    prediction, trace, costs = findings.prediction, findings.trace, findings.costs
-    rows = {row.layer: row for row in prediction.rows}
-    layers = [_layer(layer, plan, findings, rows.get(layer.name)) for layer in costs.graph.layers]
-    return {
-        "workers": plan.world,
-        "cluster": costs.cluster.name,
-        "batch": costs.graph.batch,
-        "step": short(trace.seconds),
-        "cost": short(prediction.seconds),
-        "overlap": short(trace.overlap),
-        "bytes": prediction.moved,
-        "memory": prediction.memory,
+    """The plan as `as_data` has it, but for layers, of which the page shows more, and a drawing."""
+    data, graph = as_data(plan), findings.costs.graph
+    rows = {row["layer"]: row for row in data["layers"]}
+    layers = [_layer(layer, plan, findings, rows.get(layer.name, {})) for layer in graph.layers]
+    return shortened(data) | {
+        "batch": graph.batch,
+        "overlap": short(findings.trace.overlap),
         "layers": layers,
-        "drawing": _drawing(draw(costs.graph, plan), plan, findings),
-        "rivals": [
-            {
-                "name": name,
-                "split": rival.plan.main_split,
-                "step": short(rival.step),
-                "cost": short(rival.prediction.seconds),
-                "bytes": rival.prediction.moved,
-                "memory": rival.prediction.memory,
-            }
-            for name, rival in findings.rivals.items()
-        ],
+        "drawing": _drawing(draw(graph, plan), plan, findings),
     }
 
 
-def _layer(
-    layer: Layer, plan: Plan, findings: Findings, row: PlannedLayer | None
-) -> dict[str, Any]:
+def _layer(layer: Layer, plan: Plan, findings: Findings, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer and its costs, which inputs have none of."""
     config = plan.config(layer, findings.costs.graph)
-    data: dict[str, Any] = {
+    return shortened(row) | {
         "name": layer.name,
         "op": str(layer.attrs.get("called", layer.op)),
         "shape": list(layer.shape),
@@ -119,35 +101,21 @@ def _layer(
         "kind": split_kind(config),
         "workers": config.num_workers,
         "whole": layer.name in plan.whole,
+        "alternatives": _alternatives(layer, findings) if row else [],
     }
-    if row is not None:
-        data |= {
-            "compute": short(row.compute),
-            "transfer": short(row.transfer),
-            "update": short(row.update),
-            "bytes": row.moved,
-            "memory": row.memory,
-            "alternatives": _alternatives(layer, config, findings),
-        }
-    return data
 
 
-def _alternatives(layer: Layer, config: Config, findings: Findings) -> list[list[Any]]:
-    """P4's Tables 2 and 3 for one layer; of huge clusters nothing, where each costs seconds."""
+def _alternatives(layer: Layer, findings: Findings) -> list[list[Any]]:
+    """P4's Tables 2 and 3 for one layer; of huge clusters nothing, where each costs seconds.
+
+    Each is a list, since a page has thousands: split, four times, whether it is the chosen one.
+    """
     if findings.costs.world > SIMULATED:
         return []
-    chosen = usual(layer, config)
     return [
-        _alternative(found, chosen)
-        for i, found in enumerate(findings.explain(layer.name))
-        if i < ALTERNATIVES or found.config == chosen or found.is_pure
+        [str(a.config), *map(short, (a.transfer, a.compute, a.update, a.onward)), int(is_chosen)]
+        for a, is_chosen in notable_alternatives(findings, layer.name, ALTERNATIVES)
     ]
-
-
-def _alternative(found: Alternative, chosen: Config) -> list[Any]:
-    """As a list, since a page has thousands: split, four times, whether it is the chosen one."""
-    times = (found.transfer, found.compute, found.update, found.onward)
-    return [str(found.config), *map(short, times), int(found.config == chosen)]
 
 
 def _drawing(drawing: Drawing, plan: Plan, findings: Findings) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from shardwise.plans.trace import Trace
 from shardwise.report.history import read_history
 from shardwise.report.page import write_page
 from shardwise.report.page_data import contents, title_of
-from shardwise.specs.request import Question, examined
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.request import PlanRequest, examined
 
 PLAN, CONFIG, METRICS, TRACE = "plan.json", "config.json", "metrics.jsonl", "trace.json"
 PAGE = "report.html"
@@ -56,8 +57,7 @@ def write_report(
     home = Path(folder)
     if not home.is_dir():
         raise ShardwiseError(f"{str(folder)!r} is not the folder of a run")
-    settings = _settings(home / CONFIG)
-    config = _understood(settings, home / CONFIG)
+    settings, config = _read_config(home / CONFIG)
     if plan is None or plan.findings is None:
         plan = _examined(plan or Plan.load(home / PLAN), config, home)
     history = read_history(home / METRICS) if (home / METRICS).exists() else []
@@ -68,7 +68,8 @@ def write_report(
     return path
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> tuple[dict[str, Any], RunConfig]:
+    """The settings of the run as they are, and what is understood of them."""
     try:
         data = json.loads(path.read_text())
     except OSError as error:
@@ -77,12 +78,8 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ShardwiseError(f"{str(path)!r} is not JSON") from None
     if not isinstance(data, dict):
         raise ShardwiseError(f"{str(path)!r} must hold one JSON object, the settings of the run")
-    return data
-
-
-def _understood(settings: dict[str, Any], path: Path) -> RunConfig:
     try:
-        return RunConfig.model_validate(settings)
+        return data, RunConfig.model_validate(data)
     except ValidationError as error:
         raise ShardwiseError(f"{str(path)!r}: {first_mistake(error)}") from None
 
@@ -91,16 +88,14 @@ def _examined(plan: Plan, config: RunConfig, home: Path) -> Plan:
     """The plan with its costs, where the model can be made again."""
     if config.model is None:
         return plan
-    question = Question(
-        spec=config.model,
-        cluster=config.cluster,
-        workers=plan.world,
-        shapes=plan.inputs,
+    request = PlanRequest(
+        ModelSpec(config.model, plan.inputs, options=config.options),
+        config.cluster,
+        plan.world,
         gradients=config.gradients,
         output=config.output,
-        options=config.options,
     )
     try:
-        return examined(question, plan)
+        return examined(request, plan)
     except ShardwiseError as error:
         raise ShardwiseError(f"the plan of {str(home)!r}: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,13 @@ def short(number: float, digits: int = 4) -> float:
     return float(f"{number:.{digits}g}")
 
 
+def shortened(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said by these names, every number that is not whole with few digits."""
+    changed = {name: short(value) for name, value in data.items() if isinstance(value, float)}
+    changed |= {name: shortened(part) for name, part in data.items() if isinstance(part, Mapping)}
+    return {**data, **changed}
+
+
 def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
     """Seconds that a rank spends on each layer, mean over ranks: see `PARTS`.
 
@@ -92,9 +99,8 @@ def per_layer(trace: Trace, layers: Iterable[str]) -> dict[str, list[float]]:
 def _part(span: Span) -> int:
     if span.blocked is not None:
         return PARTS.index("communication")
-    if span.kind == "copy":
-        return PARTS.index("copy")
-    return PARTS.index("backward" if span.kind in ("backward", "update") else "forward")
+    own = {"copy": "copy", "backward": "backward", "update": "backward"}
+    return PARTS.index(own.get(span.kind, "forward"))
 
 
 def _seconds(span: Span) -> float:

@@ -1,4 +1,4 @@
-"""What a user writes for a model, a shape, a split or an option, and what it stands for."""
+"""What a user writes for a model, its inputs and its options, and what it stands for."""
 
 from __future__ import annotations
 
@@ -6,17 +6,65 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise import zoo
 from shardwise.errors import ShardwiseError, one_line
-from shardwise.geometry.grid import AXES, AXIS_NAMES
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.captures import capture
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model by name: what builds it, with which options, and for which inputs.
+
+    >>> ModelSpec("digits", batch=4).input_shapes(default_batch=64)
+    ((4, 1, 8, 8),)
+    """
+
+    model: str
+    shapes: Shapes = ()  # of all inputs, samples first; where there are none, the zoo's
+    batch: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise ShardwiseError(f"batch {self.batch}: there must be at least 1 sample")
+
+    def build(self) -> nn.Module:
+        return load_model(self.model, **self.options)
+
+    def input_shapes(self, default_batch: int) -> Shapes:
+        """The shapes that are given, or those of so many samples of a zoo network."""
+        if not self.shapes:
+            if ":" in self.model:
+                raise ShardwiseError(
+                    f"the input shape of {self.model!r} is not known; give one: 2x3x224x224, say"
+                )
+            return ((self.batch or default_batch, *_zoo_entry(self.model).input_shape),)
+        if self.batch is not None and any(shape[0] != self.batch for shape in self.shapes):
+            raise ShardwiseError(
+                f"--batch {self.batch} does not agree with the input of {self.shapes[0][0]} samples"
+            )
+        return self.shapes
+
+    def graph(self, default_batch: int) -> LayerGraph:
+        """The model's layers; its weights are never made."""
+        shapes = self.input_shapes(default_batch)
+        with torch.device("meta"):
+            model = self.build()
+        return capture(model, *(torch.empty(shape, device="meta") for shape in shapes))
+
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -39,15 +87,6 @@ def load_model(spec: str, **options: Any) -> nn.Module:
             raise ShardwiseError(f"{spec!r} is a {kind}, not a callable that builds a model")
         factory = target
     return _build(spec, factory, options)
-
-
-def default_shape(spec: str, batch: int) -> tuple[int, ...]:
-    """The shape of a batch of a zoo network's inputs; for other models there is no default."""
-    if ":" in spec:
-        raise ShardwiseError(
-            f"the input shape of {spec!r} is not known; give one: 2x3x224x224, say"
-        )
-    return (batch, *_zoo_entry(spec).input_shape)
 
 
 def _zoo_entry(name: str) -> zoo.Entry:
@@ -106,7 +145,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
     raise ShardwiseError(f"{place!r} has no {name!r}{hint}")
 
 
-# -- shapes, splits, options -----------------------------------------------------------------------
+# -- shapes and options ----------------------------------------------------------------------------
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -117,35 +156,12 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """
     sizes = text.lower().split("x")
     for dim, size in enumerate(sizes):
-        if not _is_count(size):
+        if not is_count(size):
             raise ShardwiseError(
                 f"input shape {text!r}: dimension {dim} is {size!r}, and must be a whole number "
                 f"of at least 1, as in 2x3x224x224"
             )
     return tuple(map(int, sizes))
-
-
-def parse_split(text: str) -> dict[str, int]:
-    """Degrees by grid axis.
-
-    >>> parse_split("n=2,h=2")
-    {'n': 2, 'h': 2}
-    """
-    split: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, degree = (piece.strip() for piece in part.partition("="))
-        if axis not in AXES:
-            axes = ", ".join(f"{a} ({AXIS_NAMES[a]})" for a in AXES)
-            raise ShardwiseError(f"split {text!r}: {axis!r} is not an axis; the axes are {axes}")
-        if axis in split:
-            raise ShardwiseError(f"split {text!r}: axis {axis!r} is given twice")
-        if not _is_count(degree):
-            raise ShardwiseError(
-                f"split {text!r}: {axis}={degree!r} must be a whole number of at least 1, "
-                f"as in n=2,h=2"
-            )
-        split[axis] = int(degree)
-    return split
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, Any]:
@@ -166,5 +182,5 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def _is_count(text: str) -> bool:
+def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) >= 1

@@ -74,17 +74,14 @@ class Losses:
     def __call__(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, float]:
         """The loss to differentiate, of this rank's part, and the value of the whole."""
         if not self.local:
-            loss = self._mean(output, batch.y)
+            loss = self._entropy(output, batch.y, "mean")
             if batch.mixed is not None:
-                other = self._mean(output, batch.mixed)
+                other = self._entropy(output, batch.mixed, "mean")
                 loss = batch.share * loss + (1 - batch.share) * other
             return loss, float(loss.detach())
         count = self.over_ranks((batch.y != IGNORED).sum().double().view(1))
         loss = self._entropy(output, batch.y, "sum") / count.to(output.dtype).squeeze()
         return loss, float(self.over_ranks(loss.detach().double().view(1)))
-
-    def _mean(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._entropy(output, labels, "mean")
 
     def _entropy(self, output: torch.Tensor, labels: torch.Tensor, how: str) -> torch.Tensor:
         return functional.cross_entropy(

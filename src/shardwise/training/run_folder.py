@@ -1,6 +1,6 @@
 """The folder of a run: settings, plan, metrics, a trace, checkpoints and the report.
 
-Rank 0 writes; `shardwise.report.run` describes the files.
+Rank 0 writes; `shardwise.report.run_report` describes the files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from shardwise.launch.launchers import num_restarts
 from shardwise.plans.trace import Trace
 from shardwise.report.run_report import CONFIG, METRICS, PLAN, TRACE
 
-from .board import Board
 from .settings import Settings
 
 HOME = "runs"
-CHECKPOINTS, BOARD = "checkpoints", "tensorboard"
+CHECKPOINTS, CURVES = "checkpoints", "tensorboard"
 
 
 def choose_folder(settings: Settings, comm: Communicator) -> Path:
@@ -60,7 +59,7 @@ class RunFolder:
     def __init__(self, path: Path, first: bool) -> None:
         self.path, self._first = path, first
         self._metrics: Any = None
-        self._board: Board | None = None
+        self._curves: Any = None
 
     def begin(
         self, settings: dict[str, Any], plan_json: str, step: int, resumed_bytes: int | None
@@ -76,7 +75,7 @@ class RunFolder:
             if self._metrics.tell() > (resumed_bytes or 0):
                 self._metrics.truncate(resumed_bytes or 0)
                 self._metrics.seek(resumed_bytes or 0)
-            self._board = Board(self.path / BOARD, step)
+            self._curves = _event_writer(self.path / CURVES, step)
         except OSError as error:
             raise ShardwiseError(
                 f"the run {str(self.path)!r} cannot be written: {error.strerror}"
@@ -89,14 +88,17 @@ class RunFolder:
 
     def add(self, **values: Any) -> None:
         """One line of metrics."""
-        if self._metrics is None or self._board is None:
+        if self._metrics is None:
             return
         line = json.dumps(values, allow_nan=False) + "\n"
         try:
             self._metrics.write(line.encode())
             self._metrics.flush()
-            numbers = {name: value for name, value in values.items() if isinstance(value, float)}
-            self._board.add(values["step"], numbers)
+            if self._curves is not None:
+                for name, value in values.items():
+                    if isinstance(value, float):
+                        self._curves.add_scalar(name, value, values["step"])
+                self._curves.flush()
         except OSError as error:
             raise ShardwiseError(
                 f"{str(self.path / METRICS)!r} cannot be written: {error.strerror}"
@@ -107,6 +109,15 @@ class RunFolder:
             trace.save(self.path / TRACE)
 
     def close(self) -> None:
-        for file in (self._metrics, self._board):
+        for file in (self._metrics, self._curves):
             if file is not None:
                 file.close()
+
+
+def _event_writer(folder: Path, step: int) -> Any:
+    """Curves for TensorBoard, where it is installed; what was said of later steps is void."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -16,12 +16,11 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
-from shardwise.planner.planned import examine
 from shardwise.plans.plan import Plan
 from shardwise.report.run_report import PLAN
-from shardwise.specs.model_spec import load_model, parse_split
-from shardwise.specs.request import parse_engine
-from shardwise.units import parse_size
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.plan_spec import PlanSpec
+from shardwise.specs.request import best_plan
 
 from .settings import Settings
 
@@ -55,7 +54,7 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
     if ":" not in settings.model:
         options.setdefault("num_classes", len(source.classes))
     torch.manual_seed(settings.seed)
-    model = load_model(settings.model, **options).to(DTYPES[settings.precision])
+    model = ModelSpec(settings.model, options=options).build().to(DTYPES[settings.precision])
     if settings.weights is not None:
         _load_weights(model, Path(settings.weights))
     return model
@@ -87,25 +86,15 @@ def choose_plan(
 
 
 def _found(settings: Settings, graph: LayerGraph, world: int, resumed: Path | None) -> Plan:
-    if settings.split is not None:
-        return Plan.uniform(graph, world, **parse_split(settings.split))
-    if settings.plan == "owt":
-        return Plan.owt(graph, world)
-    if settings.plan != "auto":
-        return _fitting(Plan.load(settings.plan), graph, world)
-    if resumed is not None and (resumed / PLAN).exists():
-        before = Plan.load(resumed / PLAN)
-        if before.world == world and before.inputs[0][0] == graph.batch:
-            return _fitting(before, graph, world)
-    costs, engine = make_costs(settings, graph, world), parse_engine(settings.gradients)
-    return examine(costs, engine, memory_cap(settings))
+    def best() -> Plan:
+        if resumed is not None and (resumed / PLAN).exists():
+            before = Plan.load(resumed / PLAN)
+            if before.world == world and before.inputs[0][0] == graph.batch:
+                before.check(graph)
+                return before
+        return best_plan(make_costs(settings, graph, world), settings.gradients, settings.memory)
 
-
-def _fitting(plan: Plan, graph: LayerGraph, world: int) -> Plan:
-    plan.check(graph)
-    if plan.world != world:
-        raise ShardwiseError(f"the plan is for {plan.world} workers, and there are {world}")
-    return plan
+    return PlanSpec.parse(settings.plan, settings.split).find(graph, world, best)
 
 
 def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
@@ -117,9 +106,3 @@ def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
         output=settings.output,
     )
     return Costs(graph, machines, timer_for(machines, graph), training)
-
-
-def memory_cap(settings: Settings) -> int | None:
-    if settings.memory is not None:
-        return parse_size(settings.memory)
-    return Cluster.load(settings.cluster).device.memory

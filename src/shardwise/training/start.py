@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
 from shardwise.launch.workers import run_local
-from shardwise.plans.plan import Plan
-from shardwise.specs.model_spec import parse_split
+from shardwise.specs.plan_spec import PlanSpec
 
 from .journal import Epoch
 from .settings import Settings
@@ -20,7 +19,9 @@ def train(settings: Settings) -> list[Epoch]:
 
     >>> history = train(Settings(workers=2, epochs=3))
     """
-    world = _choose_world(settings)
+    meant = PlanSpec.parse(settings.plan, settings.split)
+    world = choose_world(settings.workers, meant.num_workers)
+    meant.check_workers(world)
     if not under_launcher():
         return run_local(_fit, world, settings, timeout=settings.timeout)[0]
     device = init_from_environment(settings.timeout)
@@ -28,15 +29,6 @@ def train(settings: Settings) -> list[Epoch]:
     first = dist.get_rank() == 0
     dist.destroy_process_group()
     return history if first else []
-
-
-def _choose_world(settings: Settings) -> int:
-    """How many workers to use: as asked for, as launched, or as the split or the plan needs."""
-    split = parse_split(settings.split) if settings.split is not None else {}
-    asked, from_file = settings.workers, settings.plan not in ("auto", "owt")
-    if asked is None and from_file and not under_launcher():
-        asked = Plan.load(settings.plan).world
-    return choose_world(asked, split)
 
 
 def _fit(settings: Settings, device: torch.device | None = None) -> list[Epoch]:

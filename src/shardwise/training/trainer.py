@@ -22,7 +22,7 @@ from shardwise.plans.plan import Plan
 from shardwise.report import write_report
 from shardwise.runtime.agreement import together
 from shardwise.runtime.parallel import ParallelModel, of, parallelize
-from shardwise.specs.request import parse_engine
+from shardwise.specs.plan_spec import parse_engine
 
 from .bf16 import check_bf16
 from .journal import Epoch, Journal, memory_held

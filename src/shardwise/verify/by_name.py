@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,37 +16,32 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
 from shardwise.launch.workers import run_local
 from shardwise.model.capture import Captured
-from shardwise.plans.plan import Plan
-from shardwise.specs.model_spec import default_shape, load_model
+from shardwise.plans.plan import FLOAT, Plan
+from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.plan_spec import PlanSpec
 from shardwise.verify.comparison import Comparison
-from shardwise.verify.inputs import FLOAT, draw_inputs
+from shardwise.verify.inputs import draw_inputs
 from shardwise.verify.proof import compare
 from shardwise.verify.results import PlanResult
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DEVICES = ("cpu", "cuda")
 
-Shapes = tuple[tuple[int, ...], ...]
-
 
 @dataclass(frozen=True)
-class ToVerify:
+class VerifyRequest:
     """Which model to verify, on how many workers, with which plans.
 
-    Without plan, split or random plans, the samples are split. What is not given follows from
-    the rest: the workers from plan or split, the shapes from the plan or the zoo. `kinds` are those
-    of the inputs, see `parse_input`.
+    Without plans or random ones, the samples are split. What is not given follows from the rest:
+    the workers from the plans, the shapes from a plan's file or the zoo. `kinds` are those of the
+    inputs, see `parse_input`.
     """
 
-    spec: str
+    spec: ModelSpec
     workers: int | None = None
-    shapes: Shapes = ()
-    batch: int | None = None
-    plan_file: str | None = None
-    split: Mapping[str, int] = field(default_factory=dict)
+    plans: tuple[PlanSpec, ...] = ()
     num_random: int = 0
     seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
     num_steps: int = 3
     training: bool = True
     dtype: str = "float64"
@@ -56,10 +51,9 @@ class ToVerify:
     def __post_init__(self) -> None:
         if self.num_random < 0:
             raise ShardwiseError(f"{self.num_random} random plans: there cannot be fewer than 0")
-        if self.batch is not None and self.batch < 1:
-            raise ShardwiseError(f"a batch of {self.batch} samples: there must be at least 1")
-        if self.kinds and self.shapes and len(self.kinds) != len(self.shapes):
-            raise ShardwiseError(f"{len(self.kinds)} kinds of {len(self.shapes)} inputs are given")
+        shapes = self.spec.shapes
+        if self.kinds and shapes and len(self.kinds) != len(shapes):
+            raise ShardwiseError(f"{len(self.kinds)} kinds of {len(shapes)} inputs are given")
         if self.dtype not in DTYPES:
             raise ShardwiseError(f"dtype {self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -68,23 +62,24 @@ class ToVerify:
             raise ShardwiseError("device 'cuda' is not there; use cpu")
 
 
-def verify_model(request: ToVerify) -> list[PlanResult]:
+def verify_model(request: VerifyRequest) -> list[PlanResult]:
     """Runs the model under every plan and on one device, and compares all tensors.
 
     The workers are processes of this machine, or those of a launcher: then rank 0 has the results
     and the other ranks get an empty list.
 
-    >>> [result] = verify_model(Request("digits", workers=2))
+    >>> [result] = verify_model(VerifyRequest(ModelSpec("digits"), workers=2))
     >>> result.passed
     True
     """
-    saved = Plan.load(request.plan_file) if request.plan_file else None
-    world = _world(request, saved)
+    world = choose_world(request.workers, next((p.num_workers for p in request.plans), None))
+    for meant in request.plans:
+        meant.check_workers(world)
     model = _model(request)
-    request = _with_inputs(request, saved, world)
+    request = _with_inputs(request, world)
     graphs = _graphs(request, model)
     del model  # every worker builds its own: memory for one less
-    plans = _plans(request, saved, graphs[True], world)
+    plans = _plans(request, graphs[True], world)
     job = (request, graphs, plans)
     if under_launcher():
         cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
@@ -92,7 +87,8 @@ def verify_model(request: ToVerify) -> list[PlanResult]:
         comparisons = _compare_plans(*job)
         dist.destroy_process_group()
     else:
-        comparisons = _on_local_workers(request, world, job)
+        with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
+            comparisons = run_local(_compare_plans, world, *job)[0]
     return [
         PlanResult(label, plan, tuple(found))
         for (label, plan), found in zip(plans.items(), comparisons, strict=False)
@@ -102,70 +98,58 @@ def verify_model(request: ToVerify) -> list[PlanResult]:
 Graphs = dict[bool, LayerGraph]  # by whether the model trains
 
 
-def _graphs(request: ToVerify, model: nn.Module) -> Graphs:
+def _graphs(request: VerifyRequest, model: nn.Module) -> Graphs:
     """The layer graphs that workers need."""
     inputs = _inputs(request)
     modes = (True,) if request.training else (True, False)
-    try:
+    with _one_sentence(f"{request.spec.model!r} cannot be captured", CaptureError):
         return {mode: Captured(model, inputs, mode).graph(inputs[0].shape[0]) for mode in modes}
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"{request.spec!r} cannot be captured: {one_line(error)}") from error
 
 
-def _on_local_workers(request: ToVerify, world: int, job: tuple[Any, ...]) -> Any:
+@contextmanager
+def _one_sentence(what: str, kind: type[ShardwiseError] = ShardwiseError) -> Iterator[None]:
+    """Within, an error that nobody foresaw is one that says in what it happened."""
     try:
-        return run_local(_compare_plans, world, *job)[0]
+        yield
     except (ShardwiseError, WorkerError):
         raise
-    except Exception as error:  # of sending the graph to the workers
-        raise ShardwiseError(f"{request.spec!r} cannot be verified: {one_line(error)}") from error
+    except Exception as error:
+        raise kind(f"{what}: {one_line(error)}") from error
 
 
-def _world(request: ToVerify, saved: Plan | None) -> int:
-    asked = saved.world if saved and request.workers is None else request.workers
-    world = choose_world(asked, request.split)
-    if saved and saved.world != world:
-        raise PlanError(
-            f"plan file {request.plan_file!r} is for {saved.world} workers, not for {world}"
-        )
-    return world
-
-
-def _with_inputs(request: ToVerify, saved: Plan | None, world: int) -> ToVerify:
+def _with_inputs(request: VerifyRequest, world: int) -> VerifyRequest:
     """The request with its input shapes: as asked for, of the plan file, or of the zoo.
 
     A sample per worker, but two at least: batch norm has no statistics of a single value.
     """
-    shapes, kinds = request.shapes, request.kinds
-    if not shapes and saved:
-        shapes, kinds = saved.inputs, kinds or saved.dtypes
-    shapes = shapes or (default_shape(request.spec, max(2, world)),)
-    if request.batch is not None:
-        shapes = tuple((request.batch, *shape[1:]) for shape in shapes)
-    return replace(request, shapes=shapes, kinds=kinds or (FLOAT,) * len(shapes))
+    spec, kinds = request.spec, request.kinds
+    saved = next((meant.saved for meant in request.plans if meant.saved), None)
+    if not spec.shapes and saved:
+        spec, kinds = replace(spec, shapes=saved.inputs), kinds or saved.dtypes
+    if spec.shapes and spec.batch is not None:
+        spec = replace(spec, shapes=tuple((spec.batch, *shape[1:]) for shape in spec.shapes))
+    shapes = spec.input_shapes(max(2, world))
+    kinds = kinds or (FLOAT,) * len(shapes)
+    return replace(request, spec=replace(spec, shapes=shapes), kinds=kinds)
 
 
-def _plans(request: ToVerify, saved: Plan | None, graph: LayerGraph, world: int) -> dict[str, Plan]:
+def _plans(request: VerifyRequest, graph: LayerGraph, world: int) -> dict[str, Plan]:
     """All plans that are asked for, by a label."""
-    plans: dict[str, Plan] = {}
-    if saved:
-        saved.check(graph)
-        plans[f"plan file {request.plan_file}"] = saved
-    split = dict(request.split)
-    if not (saved or split or request.num_random):
-        split = {"n": world}
-    if split:
-        label = " ".join(f"{axis}={degree}" for axis, degree in split.items())
-        plans[f"split {label}"] = Plan.uniform(graph, world=world, **split)
+    named = request.plans
+    if not (named or request.num_random):
+        named = (PlanSpec(split={"n": world}),)
+    plans = {str(meant): meant.find(graph, world, _search) for meant in named}
     for seed in range(request.seed, request.seed + request.num_random):
         plans[f"random plan, seed {seed}"] = Plan.random(graph, world, seed)
     return plans
 
 
+def _search() -> Plan:
+    raise PlanError("only given plans are verified; `shardwise plan --save` writes the best one")
+
+
 def _compare_plans(
-    request: ToVerify, graphs: Graphs, plans: Mapping[str, Plan]
+    request: VerifyRequest, graphs: Graphs, plans: Mapping[str, Plan]
 ) -> list[list[Comparison]]:
     """On every rank: builds the model (cheaper than sending it) and runs all plans."""
     comm, device = Communicator(), torch.device("cpu")
@@ -179,24 +163,18 @@ def _compare_plans(
     known = (lambda training, _: graphs[training]) if device.type == "cpu" else None
     found = []
     for label, plan in plans.items():
-        try:
+        with _one_sentence(f"{request.spec.model!r} runs on one device, but not under {label}"):
             found.append(
                 compare(model, plan, inputs, comm, request.num_steps, known, request.training)
             )
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            raise ShardwiseError(
-                f"{request.spec!r} runs on one device, but not under {label}: {one_line(error)}"
-            ) from error
     return found if comm.rank == 0 else []
 
 
-def _model(request: ToVerify) -> nn.Module:
+def _model(request: VerifyRequest) -> nn.Module:
     """The model with the same random weights wherever it is built."""
     torch.manual_seed(0)
-    return load_model(request.spec, **request.options).to(DTYPES[request.dtype])
+    return request.spec.build().to(DTYPES[request.dtype])
 
 
-def _inputs(request: ToVerify) -> tuple[torch.Tensor, ...]:
-    return draw_inputs(request.shapes, request.kinds, DTYPES[request.dtype])
+def _inputs(request: VerifyRequest) -> tuple[torch.Tensor, ...]:
+    return draw_inputs(request.spec.shapes, request.kinds, DTYPES[request.dtype])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, TypeGuard
 
@@ -85,10 +85,6 @@ class Comparison:
         if self.undetermined and self.passed:
             return 0.0
         return self.error / max(self.limit, 1e-300)
-
-    def with_noise(self, noise: float) -> Comparison:
-        """The same error, judged by this noise too, if it is larger than what was known."""
-        return replace(self, noise=max(noise, self.noise or 0.0))
 
 
 def differences(found: Values, expected: Values) -> list[Comparison]:

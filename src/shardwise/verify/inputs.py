@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.specs.model_spec import parse_shape
+from shardwise.plans.plan import FLOAT  # here, the dtype that the model is verified in
 
-FLOAT = "float"  # of the dtype that the model is verified in
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 COMPLEX = ("complex64", "complex128")
 
 
-def parse_input(text: str) -> tuple[tuple[int, ...], str]:
-    """The shape of an input and its kind, with a bound for whole numbers.
+def parse_input(text: str) -> tuple[str, str]:
+    """What is said of an input's shape, and its kind, with a bound for whole numbers.
 
     >>> parse_input("2x3x224x224"), parse_input("2x16:int64:1000")
-    (((2, 3, 224, 224), 'float'), ((2, 16), 'int64:1000'))
+    (('2x3x224x224', 'float'), ('2x16', 'int64:1000'))
     """
     shape, _, kind = text.partition(":")
     dtype, _, bound = kind.partition(":")
@@ -28,7 +27,7 @@ def parse_input(text: str) -> tuple[tuple[int, ...], str]:
             f"input {text!r}: {kind!r} must be {', '.join((FLOAT, *WHOLE, *COMPLEX))}, and of "
             "whole numbers may have a bound, as in 2x16:int64:1000"
         )
-    return parse_shape(shape), kind or FLOAT
+    return shape, kind or FLOAT
 
 
 def draw_inputs(

@@ -73,7 +73,9 @@ def judge(
     for draw in range(MOST_DRAWS):
         drawn = differences(_shaken(model, trial, draw, Trial.run), expected)
         noise = {(c.kind, c.name): c.error for c in drawn}
-        results = [c.with_noise(noise.get((c.kind, c.name), inf)) for c in results]
+        results = [
+            replace(c, noise=max(noise.get((c.kind, c.name), inf), c.noise or 0.0)) for c in results
+        ]
         unexplained = [c.severity for c in results if not c.passed and not c.fault]
         if not unexplained or (draw and max(unexplained) > HOPELESS):
             break

@@ -60,13 +60,3 @@ class AlexNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.pool(self.features(x)))
-
-
-def alexnet(num_classes: int = 1000, *, dropout: float = 0.5) -> AlexNet:
-    """Build the one-tower AlexNet, without any normalisation."""
-    return AlexNet(num_classes, dropout=dropout)
-
-
-def alexnet_bn(num_classes: int = 1000, *, dropout: float = 0.5) -> AlexNet:
-    """Build AlexNet with batch norm instead of local response norm, as P5 trains it."""
-    return AlexNet(num_classes, dropout=dropout, batch_norm=True)

@@ -9,22 +9,24 @@ from typing import Any
 
 from torch import nn
 
-from .alexnet import alexnet, alexnet_bn
-from .densenet import densenet121, densenet121_cifar
+from .alexnet import AlexNet
+from .densenet import DenseNet
 from .digits import digits
-from .googlenet import googlenet, googlenet_cifar
-from .inception import inception_v3
-from .resnet import resnet34, resnet34_cifar, resnet50, wrn50_2, wrn50_4
-from .unet import unet3d
-from .vgg import vgg11, vgg16, vgg16_cifar, vgg19, vgg128, vgg256, vgg512
+from .googlenet import GoogLeNet
+from .inception import InceptionV3
+from .resnet import ResNet, basic, bottleneck
+from .unet import UNet3d
+from .vgg import VGG, VGG11, VGG16, VGG19, constant_width
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A network: its name, its builder, one input's shape, its classes, and who uses it."""
+    """A network: its name, what builds it and with what, an input's shape, classes, who uses it."""
 
     name: str
     factory: Callable[..., nn.Module]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
     input_shape: tuple[int, ...]
     num_classes: int
     source: str
@@ -35,34 +37,44 @@ class Entry:
     def build(self, num_classes: int | None = None, **options: Any) -> nn.Module:
         """Build the network with fresh random weights."""
         classes = self.num_classes if num_classes is None else num_classes
-        return self.factory(num_classes=classes, **options)
+        return self.factory(*self.arguments, num_classes=classes, **{**self.options, **options})
 
 
 _IMAGENET = (3, 224, 224), 1000
 _CIFAR = (3, 32, 32), 10
+_SMALL = {"small_images": True}  # a 3x3 stem without stride or pooling
+_RESNET, _DENSENET = (3, 4, 6, 3), (6, 12, 24, 16)  # blocks of each stage
 
 _ENTRIES = (
-    Entry("alexnet", alexnet, *_IMAGENET, "P4"),
-    Entry("alexnet_bn", alexnet_bn, *_IMAGENET, "P5"),
-    Entry("vgg11", vgg11, *_IMAGENET, "P3"),
-    Entry("vgg16", vgg16, *_IMAGENET, "P1, P4, P5"),
-    Entry("vgg19", vgg19, *_IMAGENET, "P5"),
-    Entry("vgg128", vgg128, *_IMAGENET, "P3"),
-    Entry("vgg256", vgg256, *_IMAGENET, "P3"),
-    Entry("vgg512", vgg512, *_IMAGENET, "P3"),
-    Entry("resnet34", resnet34, *_IMAGENET, "P1"),
-    Entry("resnet50", resnet50, *_IMAGENET, "P2, P5"),
-    Entry("wrn50_2", wrn50_2, *_IMAGENET, "P2"),
-    Entry("wrn50_4", wrn50_4, *_IMAGENET, "P2"),
-    Entry("googlenet", googlenet, *_IMAGENET, "P1, P5"),
-    Entry("inception_v3", inception_v3, (3, 299, 299), 1000, "P4"),
-    Entry("densenet121", densenet121, *_IMAGENET, "P1"),
-    Entry("vgg16_cifar", vgg16_cifar, *_CIFAR, "P1"),
-    Entry("resnet34_cifar", resnet34_cifar, *_CIFAR, "P1"),
-    Entry("densenet121_cifar", densenet121_cifar, *_CIFAR, "P1"),
-    Entry("googlenet_cifar", googlenet_cifar, *_CIFAR, "P1"),
-    Entry("digits", digits, (1, 8, 8), 10, "scikit-learn's digits"),
-    Entry("unet3d", unet3d, (1, 32, 32, 32), 3, "Cicek et al. 2016"),
+    Entry("alexnet", AlexNet, (), {}, *_IMAGENET, "P4"),
+    Entry("alexnet_bn", AlexNet, (), {"batch_norm": True}, *_IMAGENET, "P5"),
+    # VGG: 132.9M, 138.4M and 143.7M parameters; VGG-A with as many maps in every convolution: 48M,
+    # 76M and 140M.
+    Entry("vgg11", VGG, (VGG11,), {}, *_IMAGENET, "P3"),
+    Entry("vgg16", VGG, (VGG16,), {}, *_IMAGENET, "P1, P4, P5"),
+    Entry("vgg19", VGG, (VGG19,), {}, *_IMAGENET, "P5"),
+    Entry("vgg128", VGG, (constant_width(128),), {}, *_IMAGENET, "P3"),
+    Entry("vgg256", VGG, (constant_width(256),), {}, *_IMAGENET, "P3"),
+    Entry("vgg512", VGG, (constant_width(512),), {}, *_IMAGENET, "P3"),
+    # 21.8M and 25.6M parameters; with 3x3 convolutions twice and four times as wide 68.9M and
+    # 223.4M.
+    Entry("resnet34", ResNet, (basic, _RESNET), {}, *_IMAGENET, "P1"),
+    Entry("resnet50", ResNet, (bottleneck, _RESNET), {}, *_IMAGENET, "P2, P5"),
+    Entry("wrn50_2", ResNet, (bottleneck, _RESNET), {"width": 2}, *_IMAGENET, "P2"),
+    Entry("wrn50_4", ResNet, (bottleneck, _RESNET), {"width": 4}, *_IMAGENET, "P2"),
+    Entry("googlenet", GoogLeNet, (), {}, *_IMAGENET, "P1, P5"),
+    # 75x75 is the smallest image that leaves a pixel.
+    Entry("inception_v3", InceptionV3, (), {}, (3, 299, 299), 1000, "P4"),
+    # 8.0M parameters; the published ImageNet network has no dropout.
+    Entry("densenet121", DenseNet, (_DENSENET,), {}, *_IMAGENET, "P1"),
+    # Five poolings leave 1x1 of a 32x32 image; fully connected layers are 512 wide.
+    Entry("vgg16_cifar", VGG, (VGG16,), {"hidden": 512, "pooled": 1}, *_CIFAR, "P1"),
+    Entry("resnet34_cifar", ResNet, (basic, _RESNET), _SMALL, *_CIFAR, "P1"),
+    Entry("densenet121_cifar", DenseNet, (_DENSENET,), _SMALL, *_CIFAR, "P1"),
+    Entry("googlenet_cifar", GoogLeNet, (), {**_SMALL, "aux": False}, *_CIFAR, "P1"),
+    Entry("digits", digits, (), {}, (1, 8, 8), 10, "scikit-learn's digits"),
+    # 1.4M parameters.
+    Entry("unet3d", UNet3d, (), {}, (1, 32, 32, 32), 3, "Cicek et al. 2016"),
 )
 
 MODELS: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}

@@ -79,13 +79,3 @@ class DenseNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.features(self.stem(x)))
         return self.classifier(torch.flatten(x, 1))
-
-
-def densenet121(num_classes: int = 1000, *, dropout: float = 0.0) -> DenseNet:
-    """Build DenseNet-121, 8.0M parameters; the published ImageNet network has no dropout."""
-    return DenseNet((6, 12, 24, 16), num_classes, dropout=dropout)
-
-
-def densenet121_cifar(num_classes: int = 10, *, dropout: float = 0.0) -> DenseNet:
-    """Build DenseNet-121 for 32x32 images: a bare 3x3 stem without stride or pooling."""
-    return DenseNet((6, 12, 24, 16), num_classes, dropout=dropout, small_images=True)

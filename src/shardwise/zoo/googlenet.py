@@ -113,15 +113,3 @@ class GoogLeNet(nn.Module):
         if self.training and self.aux1 is not None and self.aux2 is not None:
             return logits, self.aux1(front), self.aux2(middle)
         return logits
-
-
-def googlenet(
-    num_classes: int = 1000, *, aux: bool = True, dropout: float = 0.2, aux_dropout: float = 0.7
-) -> GoogLeNet:
-    """Build GoogLeNet for 224x224 images."""
-    return GoogLeNet(num_classes, aux=aux, dropout=dropout, aux_dropout=aux_dropout)
-
-
-def googlenet_cifar(num_classes: int = 10, *, dropout: float = 0.2) -> GoogLeNet:
-    """Build GoogLeNet for 32x32 images: a 3x3 stem without stride or pooling, no heads."""
-    return GoogLeNet(num_classes, aux=False, dropout=dropout, small_images=True)

@@ -135,8 +135,3 @@ class InceptionV3(nn.Module):
         if self.training and self.aux is not None:
             return logits, self.aux(middle)
         return logits
-
-
-def inception_v3(num_classes: int = 1000, *, aux: bool = True, dropout: float = 0.5) -> InceptionV3:
-    """Build Inception-v3 for 299x299 images; 75x75 is the smallest that leaves a pixel."""
-    return InceptionV3(num_classes, aux=aux, dropout=dropout)

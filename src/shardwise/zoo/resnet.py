@@ -95,28 +95,3 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.stages(self.stem(x)))
         return self.classifier(torch.flatten(x, 1))
-
-
-def resnet34(num_classes: int = 1000) -> ResNet:
-    """Build ResNet-34, 21.8M parameters."""
-    return ResNet(basic, (3, 4, 6, 3), num_classes)
-
-
-def resnet50(num_classes: int = 1000) -> ResNet:
-    """Build ResNet-50, 25.6M parameters."""
-    return ResNet(bottleneck, (3, 4, 6, 3), num_classes)
-
-
-def wrn50_2(num_classes: int = 1000) -> ResNet:
-    """Build WRN-50-2: ResNet-50 with 3x3 convolutions twice as wide, 68.9M parameters."""
-    return ResNet(bottleneck, (3, 4, 6, 3), num_classes, width=2)
-
-
-def wrn50_4(num_classes: int = 1000) -> ResNet:
-    """Build WRN-50-4: ResNet-50 with 3x3 convolutions four times as wide, 223.4M parameters."""
-    return ResNet(bottleneck, (3, 4, 6, 3), num_classes, width=4)
-
-
-def resnet34_cifar(num_classes: int = 10) -> ResNet:
-    """Build ResNet-34 for 32x32 images: a 3x3 stem without stride or pooling."""
-    return ResNet(basic, (3, 4, 6, 3), num_classes, small_images=True)

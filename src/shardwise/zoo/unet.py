@@ -72,10 +72,3 @@ class UNet3d(nn.Module):
         for up, skip in zip(self.up, skips[-2::-1], strict=True):
             x = up(x, skip)
         return self.head(x)
-
-
-def unet3d(
-    num_classes: int = 3, *, in_channels: int = 1, channels: Sequence[int] = (16, 32, 64, 128)
-) -> UNet3d:
-    """Build a 3-D U-Net with `channels` maps per level, 1.4M parameters by default."""
-    return UNet3d(num_classes, in_channels=in_channels, channels=channels)

@@ -14,6 +14,11 @@ VGG16: Stages = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
 VGG19: Stages = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))
 
 
+def constant_width(maps: int) -> Stages:
+    """VGG-A with as many maps in every convolution, as in P3."""
+    return tuple((num_convs, maps) for num_convs, _ in VGG11)
+
+
 class VGG(nn.Module):
     """Stages of 3x3 convolutions and 2x2 pooling, then three fully connected layers.
 
@@ -60,42 +65,3 @@ class VGG(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.pool(self.features(x)))
-
-
-def vgg11(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build VGG-A: 8 convolutions, 132.9M parameters."""
-    return VGG(VGG11, num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def vgg16(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build VGG-16: 13 convolutions, 138.4M parameters."""
-    return VGG(VGG16, num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def vgg19(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build VGG-19: 16 convolutions, 143.7M parameters."""
-    return VGG(VGG19, num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def _constant_width(maps: int) -> Stages:
-    return tuple((num_convs, maps) for num_convs, _ in VGG11)
-
-
-def vgg128(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build P3's VGG-128: VGG-A with 128 maps in every convolution, 48M parameters."""
-    return VGG(_constant_width(128), num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def vgg256(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build P3's VGG-256: VGG-A with 256 maps in every convolution, 76M parameters."""
-    return VGG(_constant_width(256), num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def vgg512(num_classes: int = 1000, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build P3's VGG-512: VGG-A with 512 maps in every convolution, 140M parameters."""
-    return VGG(_constant_width(512), num_classes, dropout=dropout, batch_norm=batch_norm)
-
-
-def vgg16_cifar(num_classes: int = 10, *, dropout: float = 0.5, batch_norm: bool = False) -> VGG:
-    """Build VGG-16 for 32x32 images, where five poolings leave 1x1, with 512-wide FC layers."""
-    return VGG(VGG16, num_classes, hidden=512, pooled=1, dropout=dropout, batch_norm=batch_norm)

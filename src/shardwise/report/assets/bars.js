@@ -48,8 +48,8 @@ function drawMemory() {
 }
 
 function drawRivals() {
-  const rows = [{ name: "this plan", split: "", step: plan.step, cost: plan.cost, bytes: plan.bytes, memory: plan.memory, chosen: true }, ...plan.rivals];
-  const columns = [["step", "step", time], ["cost", "cost, nothing hidden", time], ["bytes", "moved in a step", size], ["memory", "fullest rank", size]]
+  const rows = [{ ...plan, name: "this plan", split: "", chosen: true }, ...Object.entries(plan.rivals).map(([name, rival]) => ({ name, ...rival }))];
+  const columns = [["step_seconds", "step", time], ["cost_seconds", "cost, nothing hidden", time], ["bytes", "moved in a step", size], ["memory", "fullest rank", size]]
     .filter(([key]) => rows.every((row) => row[key] > 0 || key === "bytes"));
   const most = Object.fromEntries(columns.map(([key]) => [key, Math.max(...rows.map((row) => row[key]))]));
   find("#rivals table").replaceChildren(

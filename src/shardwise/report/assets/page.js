@@ -3,10 +3,10 @@ function summary() {
   const tiles = [];
   const recorded = DATA.steps.find((step) => step.label === "recorded");
   if (plan) {
-    const sample = plan.rivals.find((rival) => rival.name.startsWith("sample"));
-    tiles.push([time(plan.step), recorded ? "predicted step" : "simulated step"]);
+    const [, sample] = Object.entries(plan.rivals).find(([name]) => name.startsWith("sample")) || [];
+    tiles.push([time(plan.step_seconds), recorded ? "predicted step" : "simulated step"]);
     if (recorded) tiles.push([time(recorded.seconds), "measured step"]);
-    if (sample && sample.step) tiles.push([`${digits(sample.step / plan.step)}×`, "as fast as sample parallelism"]);
+    if (sample && sample.step_seconds) tiles.push([`${digits(sample.step_seconds / plan.step_seconds)}×`, "as fast as sample parallelism"]);
     if (sample) tiles.push([size(plan.bytes), sample.bytes ? `moved in a step; sample parallelism: ${size(sample.bytes)}` : "moved in a step"]);
     tiles.push([size(plan.memory), "on the fullest rank"]);
     tiles.push([percent((recorded || plan).overlap), "of communication hidden"]);
@@ -40,7 +40,7 @@ function theme() {
 
 summary();
 if (present("plan", plan)) drawPlan();
-if (present("rivals", plan && plan.rivals.length)) drawRivals();
+if (present("rivals", plan && Object.keys(plan.rivals).length)) drawRivals();
 if (present("bars", DATA.bars.layers.length)) drawBars();
 if (present("timeline", DATA.steps.length)) startTimeline();
 if (present("training", DATA.charts.length)) drawCharts();

@@ -110,7 +110,7 @@ function showLayer(layer, members, block) {
       onclick: () => { choose(block, k); find(`#layer [aria-pressed="true"]`).focus(); } }, plan.layers[k].op)));
   const facts = [["operator", layer.op], ["output", layer.shape.join("×")], ["workers", `${layer.workers} of ${plan.workers}`]];
   if (layer.compute !== undefined) facts.push(["compute", time(layer.compute)], ["transfer", time(layer.transfer)], ["update", time(layer.update)],
-    ["moved", size(layer.bytes)], ["memory", size(layer.memory)], ["share of cost", percent(cost(layer) / plan.cost)]);
+    ["moved", size(layer.bytes)], ["memory", size(layer.memory)], ["share of cost", percent(cost(layer) / plan.cost_seconds)]);
   find("#layer").replaceChildren(
     make("h3", {}, layer.name),
     make("p", {}, make("span", { class: `badge ${layer.kind}` }, layer.split), ` ${SPLITS[layer.kind]}${isFewer(layer) ? ", on fewer workers" : ""}`, layer.whole ? " — has no strategy" : ""),

@@ -1,0 +1,152 @@
+"""How a plan is shown: as plain data, as tables, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from rich.box import HEAVY_HEAD, Box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardwise.planner.best_plan import PlannedLayer, Prediction, size
+from shardwise.planner.costs import usual
+from shardwise.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.planner.planned import Alternative, Findings
+
+TIMES = ("compute", "transfer", "update")
+
+
+def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
+    """A plan and all that is known about it as plain data, for JSON; alternatives if asked for."""
+    findings: Findings = plan.findings
+    return {
+        "workers": plan.world,
+        "cluster": findings.costs.cluster.name,
+        **_totals(findings.prediction, findings.trace.seconds),
+        "layers": [_layer_data(row) for row in findings.prediction.rows],
+        "rivals": {
+            name: {"split": rival.plan.main_split, **_totals(rival.prediction, rival.step)}
+            for name, rival in findings.rivals.items()
+        },
+        "alternatives": {
+            name: [
+                {"split": str(found.config), "onward": found.onward, **_times(found)}
+                for found in findings.explain(name)
+            ]
+            for name in explain
+        },
+    }
+
+
+def notable_alternatives(
+    findings: Findings, layer: str, num_best: int
+) -> list[tuple[Alternative, bool]]:
+    """The best alternatives for a layer, the pure splits and the chosen one; whether it is that."""
+    found, graph = findings.explain(layer), findings.costs.graph
+    chosen = usual(graph[layer], findings.plan.config(graph[layer], graph))
+    return [
+        (alternative, alternative.config == chosen)
+        for place, alternative in enumerate(found)
+        if place < num_best or alternative.config == chosen or alternative.is_pure
+    ]
+
+
+def _totals(prediction: Prediction, step_seconds: float) -> dict[str, Any]:
+    return {
+        "step_seconds": step_seconds,
+        "cost_seconds": prediction.seconds,
+        **{f"{part}_seconds": seconds for part, seconds in _times(prediction).items()},
+        "bytes": prediction.moved,
+        "memory": prediction.memory,
+    }
+
+
+def _layer_data(row: PlannedLayer) -> dict[str, Any]:
+    return {
+        "layer": row.layer,
+        "op": row.op,
+        "split": str(row.config),
+        "workers": row.config.num_workers,
+        **_times(row),
+        "bytes": row.moved,
+        "memory": row.memory,
+    }
+
+
+def _times(costs: Any) -> dict[str, float]:
+    """The parts of what something costs, in seconds."""
+    return {part: getattr(costs, part) for part in TIMES}
+
+
+def as_text(plan: Plan) -> str:
+    """The plan and its rivals as plain columns."""
+    console = Console(file=StringIO(), width=1000, color_system=None, highlight=False)
+    with console.capture() as captured:
+        for table in (plan_table(plan, box=None), rivals_table(plan, box=None)):
+            console.print(table, "")
+    lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
+    return "\n".join([*lines, *plan.idle()])
+
+
+def new_table(title: str, texts: Sequence[str], numbers: Sequence[str], **options: Any) -> Table:
+    """A table with columns of text, then some of numbers."""
+    table = Table(*texts, title=title, title_justify="left", **options)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def plan_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
+    """Every layer with its split and its predicted costs."""
+    data = as_data(plan)
+    title = escape(f"plan for {plan.world} workers of {data['cluster']}")
+    numbers = ("workers", *(f"{part} ms" for part in TIMES), "moved", "memory")
+    table = new_table(title, ("layer", "operator", "split"), numbers, box=box)
+    for row in data["layers"]:
+        note = " (no strategy)" if row["layer"] in plan.whole else ""
+        gathered = row["op"] == "gather"
+        table.add_row(
+            escape(row["layer"]),
+            row["op"],
+            "all ranks" if gathered else row["split"] + note,
+            str(plan.world if gathered else row["workers"]),
+            *(milliseconds(row[part]) for part in TIMES),
+            *(size(row[part]) if row[part] else "" for part in ("bytes", "memory")),
+        )
+    return table
+
+
+def rivals_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
+    """The plan's totals next to what uniform plans would cost."""
+    data = as_data(plan)
+    times = tuple(f"{part}_seconds" for part in (*TIMES, "cost"))
+    numbers = (*(f"{part} ms" for part in (*TIMES, "cost", "step")), "moved", "memory", "slower")
+    table = new_table("compared with", ("plan", "degrees"), numbers, box=box)
+    for name, row in {"this plan": {**data, "split": ""}, **data["rivals"]}.items():
+        judged = "step_seconds" if row["step_seconds"] else "cost_seconds"
+        table.add_row(
+            name,
+            row["split"],
+            *(milliseconds(row[part]) for part in times),
+            milliseconds(row["step_seconds"]) if row["step_seconds"] else "",
+            *(size(row[part]) for part in ("bytes", "memory")),
+            f"{row[judged] / data[judged]:.2f}x",
+        )
+    return table
+
+
+def milliseconds(seconds: float) -> str:
+    """A time in ms with four digits, 0 for nothing.
+
+    >>> milliseconds(0.0168), milliseconds(1.0754), milliseconds(0.0)
+    ('16.8', '1075', '0')
+    """
+    value = 1e3 * seconds
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

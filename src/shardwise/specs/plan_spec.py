@@ -1,0 +1,115 @@
+"""What a user writes for a plan, and which plan is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.geometry.grid import AXES, AXIS_NAMES
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.plans.gradient_schedule import Engine
+from shardwise.plans.plan import Plan
+from shardwise.specs.model_spec import is_count
+from shardwise.units import parse_size
+
+AUTO, OWT = "auto", "owt"  # other names of plans are files
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """Which plan is meant: one split for every layer, else "owt", a file, or the best ("auto").
+
+    >>> PlanSpec.parse("auto", "n=2,h=2").num_workers
+    4
+    """
+
+    name: str = AUTO
+    split: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str | None, split: str | None) -> PlanSpec:
+        return cls(name or AUTO, parse_split(split) if split is not None else {})
+
+    def __str__(self) -> str:
+        if self.split:
+            return f"split {' '.join(f'{axis}={degree}' for axis, degree in self.split.items())}"
+        return self.name if self.name in (AUTO, OWT) else f"plan file {self.name}"
+
+    @cached_property
+    def saved(self) -> Plan | None:
+        """The plan of the file that is meant."""
+        return None if self.split or self.name in (AUTO, OWT) else Plan.load(self.name)
+
+    @property
+    def num_workers(self) -> int | None:
+        """How many workers it takes, where that is known."""
+        if self.split:
+            return prod(self.split.values())
+        return self.saved.world if self.saved is not None else None
+
+    def check_workers(self, world: int) -> None:
+        """Raises where there are too few workers, or others than a file's plan is for."""
+        needed = self.num_workers
+        if self.split and needed is not None and needed > world:
+            raise ShardwiseError(f"{self} needs {needed} workers, and there are {world}")
+        if self.saved is not None and needed != world:
+            raise PlanError(f"{self} is for {needed} workers, and there are {world}")
+
+    def find(self, graph: LayerGraph, world: int, best: Callable[[], Plan]) -> Plan:
+        """The plan itself, checked; `best` finds the one that "auto" stands for."""
+        self.check_workers(world)
+        if self.split:
+            return Plan.uniform(graph, world, **self.split)
+        if self.name == OWT:
+            return Plan.owt(graph, world)
+        if self.saved is None:
+            return best()
+        self.saved.check(graph)
+        return self.saved
+
+
+def parse_split(text: str) -> dict[str, int]:
+    """Degrees by grid axis.
+
+    >>> parse_split("n=2,h=2")
+    {'n': 2, 'h': 2}
+    """
+    split: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, degree = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            axes = ", ".join(f"{a} ({AXIS_NAMES[a]})" for a in AXES)
+            raise ShardwiseError(f"split {text!r}: {axis!r} is not an axis; the axes are {axes}")
+        if axis in split:
+            raise ShardwiseError(f"split {text!r}: axis {axis!r} is given twice")
+        if not is_count(degree):
+            raise ShardwiseError(
+                f"split {text!r}: {axis}={degree!r} must be a whole number of at least 1, "
+                f"as in n=2,h=2"
+            )
+        split[axis] = int(degree)
+    return split
+
+
+def parse_engine(text: str) -> Engine:
+    """When gradients are summed.
+
+    >>> parse_engine("chunks:9").last
+    9
+    """
+    mode, _, value = text.partition(":")
+    if mode in ("end", "layer") and not value:
+        return Engine(mode)
+    if text == "chunks:auto":
+        return Engine(mode, last="auto")
+    if mode == "chunks" and is_count(value):
+        return Engine(mode, last=int(value))
+    if mode == "buckets" and value:
+        return Engine(mode, bucket=parse_size(value))
+    raise ShardwiseError(
+        f"gradients {text!r} must be end, layer, chunks:K, chunks:auto or buckets:SIZE, such as "
+        "chunks:9 or buckets:25MiB"
+    )
