@@ -182,7 +182,8 @@ def _steps(question: Question, comm: Communicator) -> list[float]:
 
 def _keep(found: list[Found]) -> None:
     """Adds the median over ranks of every new time to the table on disk."""
-    TimeTable(found[0].device, _median_times([own.times for own in found])).save()
+    times = _median_times([own.times for own in found])
+    TimeTable(found[0].device, seconds=times).save()
 
 
 def _median_times(ranks: list[Times]) -> Times:

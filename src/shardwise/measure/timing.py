@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm import Communicator
+from shardwise.kernels.kernel_times import cpu_name
 from shardwise.operators import Local, Split, strategy_of
 from shardwise.planner.layer_times import Work
 
@@ -42,15 +41,7 @@ def device_name(threads: int) -> str:
     """What times are kept under: the device and the threads that computed."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} torch {torch.__version__}"
-    return f"{_processor()} {threads} threads torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{cpu_name(('model name',))} {threads} threads torch {torch.__version__}"
 
 
 # -- layers ----------------------------------------------------------------------------------------
