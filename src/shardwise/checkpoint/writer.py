@@ -6,7 +6,6 @@ Here every rank writes one file of raw tensors, and rank 0 the document that say
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from shardwise.checkpoint.pieces import as_bytes, done
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders, writing_to
 from shardwise.errors import ShardwiseError
-from shardwise.files import first_mistake, sync
+from shardwise.files import first_mistake, sync, write_whole
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Writer(StorageWriter):
                     about = {"file": name, "offset": offset, "crc32": crc32(content)}
                     results.append(WriteResult(item.index, len(content), about))
                     offset += len(content)
-                os.fsync(file.fileno())
+            sync(folder / name)
         return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -100,10 +99,7 @@ class Writer(StorageWriter):
                     "to another"
                 )
         with writing_to(self.folders):
-            with (self.temporary / NAME).open("x", encoding="utf-8") as file:
-                file.write(document.to_json())
-                file.flush()
-                os.fsync(file.fileno())
+            write_whole(self.temporary / NAME, document.to_json())
             sync(self.folders.folder.parent)
             published = self.folders.publish(self.temporary, document.step)
         self.folders.prune(self.keep, published)
