@@ -13,7 +13,7 @@ import torch
 
 from shardwise.checkpoint.export import SUBFOLDER
 from shardwise.checkpoint.held_tensors import Held, described, held_tensors
-from shardwise.checkpoint.manifest import DTYPES, NAME, Document
+from shardwise.checkpoint.manifest import DTYPES, NAME
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.safetensors_file import DTYPES as SAFETENSORS
 from shardwise.checkpoint.safetensors_file import read_box, read_header
@@ -213,13 +213,12 @@ def _open_torch(path: Path) -> Weights:
 
 
 def _open_checkpoint(folder: Path) -> Weights:
-    path = folder / NAME
-    document = Document.load(path)
-    reader, tensors = Reader(folder, document), {}
-    for name, key in document.names.items():
-        stored = document.tensors[key]
+    reader, tensors = Reader(folder), {}
+    for name, key in reader.document.names.items():
+        stored = reader.document.tensors[key]
         tensors[name] = Whole(tuple(stored.shape), DTYPES[stored.dtype], partial(reader.read, key))
-    return Weights(folder, tensors, crc32(path.read_bytes()))  # which has all checksums
+    checksum = crc32(reader.path.read_bytes())  # which has all checksums
+    return Weights(folder, tensors, checksum)
 
 
 def _checksum(path: Path) -> int:

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.manifest import NAME, Document, Stored, StoredChunk, Values
-from shardwise.checkpoint.pieces import as_bytes, done
+from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders, writing_to
 from shardwise.errors import ShardwiseError
 from shardwise.files import first_mistake, sync, write_whole
+from shardwise.tensors import dtype_name
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ class Writer(StorageWriter):
                     results.append(WriteResult(item.index, len(content), about))
                     offset += len(content)
             sync(folder / name)
-        return done(results)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)  # written already
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 writes the document; the rename makes it a checkpoint."""
@@ -153,5 +156,5 @@ def _stored(
                 **result.storage_data,
             )
         )
-    dtype = str(about.properties.dtype).removeprefix("torch.")
+    dtype = dtype_name(about.properties.dtype)
     return Stored(shape=list(about.size), dtype=dtype, chunks=chunks)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from shardwise.comm import About, Communicator
-from shardwise.comm.exchange import Delivery, Wait
+from shardwise.comm.exchange import Delivery
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Gradients, Local, strategy_of
 from shardwise.plans.program import Cut, Move, Op, Program, Run, to_all
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
+from shardwise.tensors import Wait
 
 Blocks = Mapping[int, BlockFunction]  # by the id of their Run
 
