@@ -121,9 +121,10 @@ class Optimizing:
     def read(self, reader: Reader) -> State:
         """What a checkpoint holds of the parameters that this rank holds any of."""
         values = reader.document.optimizer.values
-        here = [number for number, param in enumerate(self.params) if param.here]
         state: State = {
-            number: dict(values.get(self.params[number].names[0], {})) for number in here
+            number: dict(values.get(param.names[0], {}))
+            for number, param in enumerate(self.params)
+            if param.here
         }
         for name, key, stored in _stored(reader.document):
             number = self.numbers[name]
