@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter
 
 from shardwise.files import TimesFile
 from shardwise.kernels.conv_shape import ConvShape
-from shardwise.kernels.dispatch import INEXACT, STOCK, workspace_bytes
 from shardwise.kernels.native import library
 
 Times = dict[str, float]  # seconds by kernel
@@ -54,30 +53,3 @@ class Winners(TimesFile):
 
     def times(self, shape: ConvShape, direction: str) -> Times:
         return self.seconds.get(shape.key, {}).get(direction, {})
-
-    def best(
-        self, shape: ConvShape, direction: str, memory_bytes: int | None, exact: bool
-    ) -> str | None:
-        """The fastest kernel inside the limits, or None if nothing was timed."""
-        allowed = {
-            name: seconds
-            for name, seconds in self.times(shape, direction).items()
-            if fits(name, direction, shape, self.threads, memory_bytes, exact)
-        }
-        return min(allowed, key=allowed.__getitem__) if allowed else None
-
-
-def fits(
-    kernel: str,
-    direction: str,
-    shape: ConvShape,
-    threads: int,
-    memory_bytes: int | None,
-    exact: bool,
-) -> bool:
-    """Whether a kernel takes this shape inside the limits; the stock operator always does."""
-    if kernel == STOCK:
-        return True
-    needed = workspace_bytes(kernel, direction, shape, threads)
-    roomy = memory_bytes is None or needed <= memory_bytes
-    return needed >= 0 and roomy and not (exact and kernel in INEXACT)
