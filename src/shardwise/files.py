@@ -100,6 +100,21 @@ def _locked(handle: int) -> bool:
     return True
 
 
+@contextmanager
+def system_errors_as(sentence: str) -> Iterator[None]:
+    """What the system refuses becomes one sentence, which ends with the reason.
+
+    >>> with system_errors_as("none.json cannot be read"):
+    ...     open("none.json")
+    Traceback (most recent call last):
+    shardwise.errors.ShardwiseError: none.json cannot be read: No such file or directory
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ShardwiseError(f"{sentence}: {error.strerror or error}") from None
+
+
 class Strict(BaseModel):
     """What a file says: exactly its fields, of exactly their types."""
 
@@ -120,12 +135,12 @@ class Checked(Strict):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Reads and checks it; every mistake is one sentence that names the file and the field."""
+        with system_errors_as(f"{path} cannot be read"):
+            written = path.read_bytes()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(written.decode())
             given = content.pop("crc32", None) if isinstance(content, dict) else None
             checksum = _checksum(content)
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise ShardwiseError(f"{path} is damaged: it is no JSON") from None
         wanted = {name: cls.model_fields[name].default for name in ("format", "version")}

@@ -10,6 +10,7 @@ import torch
 from shardwise.checkpoint.manifest import DTYPES, NAME, Document, StoredChunk
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.errors import ShardwiseError
+from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
 
@@ -22,10 +23,8 @@ class Reader:
         self.document = Document.load(self.path)
         for name, size in self.document.file_sizes().items():
             path = folder / name
-            try:
+            with system_errors_as(f"{path} cannot be read"):
                 found = path.stat().st_size
-            except OSError as error:
-                raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
             if found < size:
                 raise ShardwiseError(f"{path} is {found} bytes and was {size}: it is damaged")
 
@@ -44,12 +43,9 @@ class Reader:
     def _read(self, key: str, chunk: StoredChunk) -> torch.Tensor:
         """The bytes of a chunk, once they have proved to be what was written."""
         path, content = self.folder / chunk.file, torch.empty(chunk.bytes, dtype=torch.uint8)
-        try:
-            with path.open("rb") as file:
-                file.seek(chunk.offset)
-                num_bytes = file.readinto(as_bytes(content))
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+        with system_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+            file.seek(chunk.offset)
+            num_bytes = file.readinto(as_bytes(content))
         if num_bytes != chunk.bytes or crc32(as_bytes(content)) != chunk.crc32:
             raise ShardwiseError(f"{path} is damaged: {key} {chunk.box} does not have its checksum")
         return content

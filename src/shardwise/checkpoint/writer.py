@@ -24,7 +24,7 @@ from torch.futures import Future
 from shardwise.checkpoint.manifest import NAME, Document, Stored, StoredChunk, Values
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.step_folders import StepFolders, writing_to
+from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError
 from shardwise.files import first_mistake, sync, write_whole
 from shardwise.tensors import dtype_name
@@ -56,7 +56,7 @@ class Writer(StorageWriter):
         if is_coordinator:
             self.temporary = self.folders.temporary(self.taken.step, uuid4().hex[:8])
             self.folders.tidy()
-            with writing_to(self.folders):
+            with self.folders.writing():
                 self.temporary.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -75,7 +75,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name, folder = f"rank-{plan.storage_data.rank}.bin", Path(plan.storage_data.folder)
         results, offset = [], 0
-        with writing_to(self.folders):
+        with self.folders.writing():
             folder.mkdir(parents=True, exist_ok=True)  # seen late, perhaps, on another host
             with (folder / name).open("xb", buffering=0) as file:
                 for item in plan.items:
@@ -101,7 +101,7 @@ class Writer(StorageWriter):
                     f"{self.folders} must be one folder for all hosts, and {name} has been written "
                     "to another"
                 )
-        with writing_to(self.folders):
+        with self.folders.writing():
             write_whole(self.temporary / NAME, document.to_json())
             sync(self.folders.folder.parent)
             published = self.folders.publish(self.temporary, document.step)
