@@ -19,7 +19,7 @@ from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.writer import Writer
-from shardwise.comm import About, Communicator
+from shardwise.comm import AGREEMENT, About, Communicator
 from shardwise.comm.pending import Communication
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.runtime.parallel import ParallelModel, of
@@ -149,7 +149,8 @@ class Checkpoints:
                 found = find()
             except Exception as error:  # all ranks must hear of it before they wait for this one
                 wrong = _sentence(error, what, self.comm.rank)
-        told = self.comm.gather_objects((found if alike else None, wrong), About(what))
+        about = AGREEMENT if alike else About(what)  # ranks may know one folder by other names
+        told = self.comm.gather_objects((found if alike else None, wrong), about)
         for _, error in told:
             if error is not None:
                 raise ShardwiseError(error)
