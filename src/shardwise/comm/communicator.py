@@ -186,13 +186,10 @@ class Communicator(Ranks):
         """Real and imaginary parts, as numbers of their own."""
         halves = torch.view_as_real(x.resolve_conj())
         pending = self.all_reduce(ranks, halves, about, algorithm)
-
-        def finish() -> None:
-            pending.wait()
-            if x.is_conj():  # then its memory holds other numbers
-                x.copy_(torch.view_as_complex(halves))
-
-        return Pending([], finish)
+        if not x.is_conj():
+            return pending
+        # Its memory holds other numbers.
+        return pending.then(lambda: x.copy_(torch.view_as_complex(halves)))
 
     def carry_out(
         self, rounds: Rounds, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
@@ -259,12 +256,7 @@ class Communicator(Ranks):
         sends = self._others(ranks, parts)
         pending = self._exchange(sends, list(arrived.items()), about, "sum", ranks)
         arrived[self.rank] = parts[ranks.index(self.rank)]
-
-        def finish() -> None:
-            pending.wait()
-            y.copy_(added([arrived[rank] for rank in ranks]))
-
-        return Pending([], finish)
+        return pending.then(lambda: y.copy_(added([arrived[rank] for rank in ranks])))
 
     def _sum_at_once(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
         """Sends all of it to every rank; over our own connections that is one swap.

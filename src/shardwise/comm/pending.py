@@ -69,6 +69,15 @@ class Pending:
             self._finish()
         self._works, self._finish = [], None
 
+    def then(self, act: Callable[[], object]) -> Pending:
+        """The same, and something that is done when these messages are there."""
+
+        def finish() -> None:
+            self.wait()
+            act()
+
+        return Pending([], finish)
+
 
 class Communication:
     """One communication: who waits for whom, for what, and how long."""
