@@ -34,7 +34,7 @@ class KeptColumns(torch.autograd.Function):
         dy = dy.contiguous(memory_format=memory_format(ctx.last))
         dx, dw = None, torch.empty_like(w)
         if ctx.needs_input_grad[0]:
-            dx = dispatch.backward_data(dy, x, w, ctx.settings, "base")
+            dx = dispatch.backward("dx", dy, x, w, ctx.settings, "base")
         _base(ctx.lib, "dw", ctx.problem, (x, None, dy, None), dw, columns)
         db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None

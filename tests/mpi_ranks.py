@@ -29,6 +29,7 @@ from exactness import seeded, seeded_input
 from operator_cases import OPERATORS
 from saving import make_plan, train_alone, train_from
 from shardwise.comm import About, Communicator, communicator
+from shardwise.comm.world_state import world_state
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import end_all, init_from_environment
@@ -354,7 +355,7 @@ def differ() -> None:
     except ShardwiseError as error:
         print(f"told rank {comm.rank}: {error}", flush=True)
     time.sleep(0.5)
-    comm.check()
+    world_state().alarm.check()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,7 +25,7 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.comm.groups import drop_groups, num_groups
+    from shardwise.comm import groups
     from shardwise.comm.world_state import world_state
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -43,9 +44,12 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
             connection.send((kind, result))
         except BaseException:
             connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
-        if num_groups() > MOST_GROUPS:
+        if len(groups._groups) > MOST_GROUPS:  # the same number on every rank
             dist.barrier()  # nothing is under way any more
-            drop_groups()
+            for group in groups._groups.values():
+                with suppress(ValueError):  # this rank is not a member
+                    dist.destroy_process_group(group)
+            groups._groups.clear()
             gc.collect()
     dist.destroy_process_group()
 

@@ -6,14 +6,16 @@ import json
 import os
 import stat
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from shardwise.errors import ShardwiseError
@@ -98,6 +100,21 @@ def _locked(handle: int) -> bool:
     return True
 
 
+@contextmanager
+def system_errors_as(sentence: str) -> Iterator[None]:
+    """What the system refuses becomes one sentence, which ends with the reason.
+
+    >>> with system_errors_as("none.json cannot be read"):
+    ...     open("none.json")
+    Traceback (most recent call last):
+    shardwise.errors.ShardwiseError: none.json cannot be read: No such file or directory
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ShardwiseError(f"{sentence}: {error.strerror or error}") from None
+
+
 class Strict(BaseModel):
     """What a file says: exactly its fields, of exactly their types."""
 
@@ -118,12 +135,12 @@ class Checked(Strict):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Reads and checks it; every mistake is one sentence that names the file and the field."""
+        with system_errors_as(f"{path} cannot be read"):
+            written = path.read_bytes()
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(written.decode())
             given = content.pop("crc32", None) if isinstance(content, dict) else None
             checksum = _checksum(content)
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise ShardwiseError(f"{path} is damaged: it is no JSON") from None
         wanted = {name: cls.model_fields[name].default for name in ("format", "version")}
@@ -153,3 +170,69 @@ def first_mistake(error: ValidationError, whole: str = "the file") -> str:
 def _checksum(content: Any) -> int:
     """Of what a file says, however it is spaced and ordered."""
     return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+@dataclass
+class TimesFile:
+    """What was measured on this machine: seconds in a JSON file, which processes add to."""
+
+    seconds: dict[str, Any] = field(default_factory=dict, kw_only=True)
+
+    format: ClassVar[str]
+    kind: ClassVar[TypeAdapter[Any]]  # of the seconds
+    what: ClassVar[str]  # it holds, in messages
+    remedy: ClassVar[str]  # where the file cannot be read
+    raises: ClassVar[bool]  # where the file cannot be used; else that is said, and done without
+
+    @property
+    def name(self) -> str:
+        """What the seconds are of: the file is called so."""
+        raise NotImplementedError
+
+    @property
+    def path(self) -> Path:
+        """Where the file is; SHARDWISE_CACHE names another folder."""
+        home = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
+        return Path(home) / f"{''.join(c if c.isalnum() else '-' for c in self.name)}.json"
+
+    @classmethod
+    def load(cls, *of: Any) -> Self:
+        """What was measured before, perhaps nothing."""
+        found = cls(*of)
+        try:
+            content = json.loads(found.path.read_text())
+            if content["format"] != cls.format:
+                raise ValueError(f"format {content['format']!r} is not {cls.format!r}")
+            found.seconds = cls.kind.validate_python(content["seconds"])
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = first_mistake(error) if isinstance(error, ValidationError) else error
+            place = f"the {cls.what} in {str(found.path)!r}"
+            cls._refuse(f"{place} cannot be read ({reason}); {cls.remedy}")
+        return found
+
+    def save(self) -> None:
+        """Adds these times to those on disk, where another may have put some meanwhile."""
+        about = asdict(self)
+        try:
+            with alone_with(self.path):
+                own = about.pop("seconds")
+                known = type(self).load(*about.values()).seconds
+                content = {"format": self.format, **about, "seconds": _merged(known, own)}
+                write_whole(self.path, json.dumps(content, indent=1))
+        except OSError as error:
+            place = f"the {self.what} cannot be kept in {str(self.path)!r}"
+            self._refuse(f"{place}: {error.strerror or error}")
+
+    @classmethod
+    def _refuse(cls, sentence: str) -> None:
+        if cls.raises:
+            raise ShardwiseError(sentence) from None
+        warnings.warn(sentence, stacklevel=3)
+
+
+def _merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Both; the new value where both have one, and both values where these are tables again."""
+    inner = {key: _merged(known.get(key, {}), v) for key, v in new.items() if isinstance(v, dict)}
+    return known | new | inner

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from math import inf
 
 import torch
+
+Wait = Callable[[], torch.Tensor]  # for a tensor that is on its way
+
+
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a person writes it.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def memory_format_of(x: torch.Tensor) -> torch.memory_format:

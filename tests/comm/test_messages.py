@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from exactness import seeded, seeded_input
 from operator_cases import OPERATORS
 from pool import shared_pool
-from shardwise.comm import Recording, Sent
+from recording import Recording, Sent
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.captures import capture

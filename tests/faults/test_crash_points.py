@@ -63,12 +63,13 @@ def _write_trace(folder: Path, number: int) -> None:
     Trace.of_ranks([[activity]]).save(folder / "trace.json")
 
 
-def _write_winners(folder: Path, number: int) -> None:
-    Winners(folder / "kernels.json", 1, {"shape": {"forward": {"stock": 1.0 + number}}}).save()
+def _write_winners(_: Path, number: int) -> None:
+    Winners(1, seconds={"shape": {"forward": {"stock": 1.0 + number}}}).save()
 
 
 def _read_winners(folder: Path) -> set[int]:
-    data = json.loads((folder / "kernels.json").read_text())
+    (path,) = folder.glob("kernels-*.json")
+    data = json.loads(path.read_text())
     return {int(data["seconds"]["shape"]["forward"]["stock"]) - 1}
 
 
@@ -177,7 +178,7 @@ WRITERS = {
         _write_trace, lambda folder: {int(s.name) for s in Trace.load(folder / "trace.json").spans}
     ),
     "times": Writer(
-        lambda _, number: TimeTable("a device", {"conv": (float(number), 1.0)}).save(),
+        lambda _, number: TimeTable("a device", seconds={"conv": (float(number), 1.0)}).save(),
         lambda _: {int(TimeTable.load("a device").seconds["conv"][0])},
     ),
     "kernels": Writer(_write_winners, _read_winners),
@@ -278,7 +279,7 @@ def _add_times(cache: str, first: int) -> None:
 
     os.environ["SHARDWISE_CACHE"] = cache
     for number in range(first, first + 20):
-        TimeTable("a device", {str(number): (1.0, 2.0)}).save()
+        TimeTable("a device", seconds={str(number): (1.0, 2.0)}).save()
 
 
 def test_measurements_of_several_processes_do_not_overwrite_each_other(

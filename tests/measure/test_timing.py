@@ -101,14 +101,14 @@ def test_measured_times_are_used_and_the_roofline_elsewhere() -> None:
 
 
 def test_tables_are_kept_on_disk_and_a_broken_one_is_named(cache: Path) -> None:
-    table = TimeTable("a device", {"conv": (1.0, 2.0)})
+    table = TimeTable("a device", seconds={"conv": (1.0, 2.0)})
     table.save()
     assert TimeTable.load("a device") == table
-    assert list(cache.iterdir()) == [TimeTable.path("a device")]
-    TimeTable.path("a device").write_text("{")
+    assert list(cache.iterdir()) == [table.path]
+    table.path.write_text("{")
     with pytest.raises(ShardwiseError, match=r"times-a-device\.json' cannot be read"):
         TimeTable.load("a device")
-    TimeTable.path("a device").write_text(json.dumps({"format": "other"}))
+    table.path.write_text(json.dumps({"format": "other"}))
     with pytest.raises(ShardwiseError, match="probe again"):
         TimeTable.load("a device")
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from exactness import seeded, seeded_input
 from pool import shared_pool
+from recording import Recording
 from shardwise import Engine, Plan, capture, parallelize
-from shardwise.comm import Recording
 from summed_training import OPTIMIZERS, STEPS, Net, train, weights_of
 
 ENGINES = [

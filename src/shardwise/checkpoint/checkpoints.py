@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.pieces import LoadPlanner, Pieces, SavePlanner
+from shardwise.checkpoint.pieces import SavePlanner
 from shardwise.checkpoint.restoring import Restoring
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.writer import Writer
-from shardwise.comm import About, Communicator
-from shardwise.comm.pending import failure
+from shardwise.comm import AGREEMENT, About, Communicator
+from shardwise.comm.pending import Communication
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.runtime.parallel import ParallelModel, of
 
@@ -76,13 +78,14 @@ class Checkpoints:
         writer = Writer(self.folders, self.keep, taken)
         pieces = taken.pieces if isinstance(taken, Snapshot) else {}
         try:
-            self._together(
-                f"the checkpoint of step {step}",
-                dcp.save,
-                pieces,
-                storage_writer=writer,
-                planner=SavePlanner(),
-            )
+            with self._together(f"the checkpoint of step {step}"):
+                dcp.save(
+                    pieces,
+                    storage_writer=writer,
+                    planner=SavePlanner(),
+                    process_group=self._group,
+                    no_dist=self.comm.size == 1,
+                )
         except BaseException:
             writer.give_up()
             raise
@@ -98,7 +101,7 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest complete step, or None."""
         self.wait()
-        return max(self._agree(self.folders.complete), default=None)
+        return max(self._agree(self.folders.complete, str(self.folders)), default=None)
 
     def load(
         self, model: ParallelModel, optimizer: Optimizer | None, step: int | None = None
@@ -110,17 +113,10 @@ class Checkpoints:
         """
         self.wait()
         self._check_ranks(model)
-        folder = self.folders.of_step(step, self._agree(self.folders.complete))
+        folder = self.folders.of_step(step, self._agree(self.folders.complete, str(self.folders)))
         of(model).flush()
-        restored = self._agree(lambda: Restoring.begin(folder, model, optimizer), alike=False)
-        _background.submit(
-            self._together,
-            str(folder),
-            dcp.load,
-            restored.pieces,
-            storage_reader=restored.reader,
-            planner=LoadPlanner(),
-        ).result()
+        read = partial(Restoring.read, folder, model, optimizer)
+        restored = self._agree(read, str(folder), alike=False)
         restored.finish()
         return restored.document.progress
 
@@ -133,29 +129,35 @@ class Checkpoints:
                 f"{self.comm.size}; give Checkpoints the model's communicator"
             )
 
-    def _together(self, what: str, action: Callable[..., Any], pieces: Pieces, **how: Any) -> None:
-        """Saves or loads on all ranks; what one of them finds wrong is raised on all."""
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Within, torch brings all ranks together; what one finds wrong is raised on all."""
+        talk = Communication(self.comm, "exchange", range(self.comm.size), About(what))
         try:
-            action(pieces, process_group=self._group, no_dist=self.comm.size == 1, **how)
+            yield
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            if isinstance(cause, ShardwiseError):
-                raise ShardwiseError(str(cause)) from None
-            raise ShardwiseError(f"{what} failed on rank {rank}: {one_line(cause)}") from cause
+            raise ShardwiseError(_sentence(cause, what, rank)) from None
         except RuntimeError as error:
-            peers = range(self.comm.size)
-            raise failure(self.comm, "exchange", peers, About(what), error) from None
+            raise talk.failed(error, talk.peers) from None
 
-    def _agree(self, find: Callable[[], T], alike: bool = True) -> T:
+    def _agree(self, find: Callable[[], T], what: str, alike: bool = True) -> T:
         """What rank 0 finds, or with alike=False each rank itself; one's error is raised on all."""
         found, wrong = None, None
         if self.comm.rank == 0 or not alike:
             try:
                 found = find()
-            except ShardwiseError as error:
-                wrong = str(error)
-        told = self.comm.gather_objects((found if alike else None, wrong))
+            except Exception as error:  # all ranks must hear of it before they wait for this one
+                wrong = _sentence(error, what, self.comm.rank)
+        about = AGREEMENT if alike else About(what)  # ranks may know one folder by other names
+        told = self.comm.gather_objects((found if alike else None, wrong), about)
         for _, error in told:
             if error is not None:
                 raise ShardwiseError(error)
         return told[0][0] if alike else found  # type: ignore[return-value]
+
+
+def _sentence(error: BaseException, what: str, rank: int) -> str:
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    return f"{what} failed on rank {rank}: {one_line(error)}"

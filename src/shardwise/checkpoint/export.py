@@ -6,17 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint.manifest import DTYPES, NAME, Document
-from shardwise.checkpoint.pieces import BoxOfTensor, LoadPlanner
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError
 from shardwise.files import replacing
-from shardwise.geometry.box import Box
 
 SUBFOLDER = "checkpoints"
 Tensors = dict[str, torch.Tensor]
@@ -56,18 +51,10 @@ def _reason(error: BaseException) -> str:
 
 def read_state(folder: Path) -> Tensors:
     """The whole tensors of a checkpoint by their names; tied ones are one tensor."""
-    document = Document.load(folder / NAME)
-    pieces = {}
-    for key in document.names.values():
-        stored = document.tensors[key]
-        box, dtype = Box.whole(tuple(stored.shape)), DTYPES[stored.dtype]
-        pieces[key] = BoxOfTensor(box.shape, box, torch.empty(box.shape, dtype=dtype))
-    reader = Reader(folder, document)
-    try:
-        dcp.load(pieces, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        raise error.failures[0][0] from None
-    return {name: pieces[key].block for name, key in document.names.items()}
+    reader = Reader(folder)
+    names = reader.document.names
+    tensors = {key: reader.read(key) for key in dict.fromkeys(names.values())}
+    return {name: tensors[key] for name, key in names.items()}
 
 
 def _save_torch(state: Tensors, path: Path) -> None:

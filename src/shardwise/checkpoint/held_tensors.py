@@ -68,10 +68,6 @@ class Held:
         part = plain(tensor)[box.slices_in(self.box)]
         return BoxOfTensor(self.shape, box, host_copy(part))
 
-    def awaited(self, dtype: torch.dtype) -> BoxOfTensor:
-        """What this rank will read of a tensor that lies as this one."""
-        return BoxOfTensor(self.shape, self.box, torch.empty(self.box.shape, dtype=dtype))
-
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy in the host's memory."""

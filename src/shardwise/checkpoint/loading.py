@@ -13,12 +13,13 @@ import torch
 
 from shardwise.checkpoint.export import SUBFOLDER
 from shardwise.checkpoint.held_tensors import Held, described, held_tensors
-from shardwise.checkpoint.manifest import DTYPES, NAME, Document
+from shardwise.checkpoint.manifest import DTYPES, NAME
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.safetensors_file import DTYPES as SAFETENSORS
 from shardwise.checkpoint.safetensors_file import read_box, read_header
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError, one_line, some
+from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 from shardwise.runtime.agreement import agree_on, agree_to_start
 from shardwise.runtime.parallel import ParallelModel, of
@@ -61,10 +62,9 @@ def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True)
         blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         weights, refusal = None, None
         try:
-            weights = open_weights(Path(path))
-            blocks = _read(weights, held_tensors(model), strict)
-        except OSError as error:
-            refusal = ShardwiseError(f"{path} cannot be read: {error.strerror or error}")
+            with system_errors_as(f"{path} cannot be read"):
+                weights = open_weights(Path(path))
+                blocks = _read(weights, held_tensors(model), strict)
         except Exception as error:  # all ranks must hear of it before they wait for this one
             refusal = error
         agree_to_start(refusal, {}, handle.comm)
@@ -169,11 +169,11 @@ def _open_safetensors(path: Path) -> Weights:
 
 def _open_index(path: Path) -> Weights:
     """Several files, and a list of which tensor lies in which."""
+    with system_errors_as(f"{path} cannot be read"):
+        written = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(written.decode())
         files = {name: str(file) for name, file in content["weight_map"].items()}
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ShardwiseError(f"{path} is no index of safetensors files") from None
     parts = {}
@@ -213,24 +213,20 @@ def _open_torch(path: Path) -> Weights:
 
 
 def _open_checkpoint(folder: Path) -> Weights:
-    path = folder / NAME
-    document = Document.load(path)
-    reader, tensors = Reader(folder, document), {}
-    for name, key in document.names.items():
-        stored = document.tensors[key]
+    reader, tensors = Reader(folder), {}
+    for name, key in reader.document.names.items():
+        stored = reader.document.tensors[key]
         tensors[name] = Whole(tuple(stored.shape), DTYPES[stored.dtype], partial(reader.read, key))
-    return Weights(folder, tensors, crc32(path.read_bytes()))  # which has all checksums
+    checksum = crc32(reader.path.read_bytes())  # which has all checksums
+    return Weights(folder, tensors, checksum)
 
 
 def _checksum(path: Path) -> int:
     """A number that tells files apart, by parts from all over them."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            found = crc32(repr(size).encode())
-            for window in range(WINDOWS):
-                file.seek(max(size - WINDOW, 0) * window // (WINDOWS - 1))
-                found = crc32(file.read(WINDOW), found)
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+    with system_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+        size = file.seek(0, 2)
+        found = crc32(repr(size).encode())
+        for window in range(WINDOWS):
+            file.seek(max(size - WINDOW, 0) * window // (WINDOWS - 1))
+            found = crc32(file.read(WINDOW), found)
     return found

@@ -10,10 +10,11 @@ from pydantic import Field, JsonValue, model_validator
 
 from shardwise.files import Checked, Strict
 from shardwise.geometry.box import Box
+from shardwise.tensors import dtype_name
 
 NAME = "checkpoint.json"
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.float64,
         torch.float32,

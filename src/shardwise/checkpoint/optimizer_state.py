@@ -9,14 +9,15 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.held_tensors import Held, host_copy
-from shardwise.checkpoint.manifest import DTYPES, Document, Group, Values
+from shardwise.checkpoint.manifest import Document, Group, Values
 from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
+from shardwise.checkpoint.reader import Reader
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.box import Box
 from shardwise.runtime.elementwise import kind_of
 from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer
 
 PREFIX = "optimizer"
+State = dict[int, dict[str, Any]]  # by the number of a parameter, and key
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -36,6 +37,7 @@ class Optimizing:
                     )
             self.groups.append([known[id(param)] for param in group["params"]])
         self.params = [param for group in self.groups for param in group]  # as torch counts them
+        self.numbers = {param.names[0]: number for number, param in enumerate(self.params)}
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ class Optimizing:
         if shape:
             return param.copied(value, turn)
         mine = param.first == param.rank
-        return BoxOfTensor((), Box((), ()), host_copy(value)) if mine else None
+        return BoxOfTensor.whole(host_copy(value)) if mine else None
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -104,45 +106,36 @@ class Optimizing:
                         f"{place}: optimizer.groups.{number}.settings.{key} is {value!r}, where "
                         f"{self.kind} has {own[key]!r}"
                     )
-        named = {param.names[0]: param for param in self.params}
         for name in saved.values:
-            if name not in named:
+            if name not in self.numbers:
                 raise ShardwiseError(
                     f"{place}: optimizer.values.{name} is of no parameter of the optimizer"
                 )
         for name, key, stored in _stored(document):
             where = f"{place}: tensors.{PREFIX}/{name}/{key}"
-            if name not in named:
+            if name not in self.numbers:
                 raise ShardwiseError(f"{where} is of no parameter of the optimizer")
-            if tuple(stored.shape) not in ((), named[name].shape):
+            if tuple(stored.shape) not in ((), self.params[self.numbers[name]].shape):
                 raise ShardwiseError(f"{where} has another shape than its parameter")
 
-    def awaited(self, document: Document) -> Pieces:
-        """What this rank reads: the state of parameters that it holds any of."""
-        named, pieces = {param.names[0]: param for param in self.params}, {}
-        for name, key, stored in _stored(document):
-            param, dtype = named[name], DTYPES[stored.dtype]
-            if param.here and stored.shape:
-                pieces[_key(param, key)] = param.awaited(dtype)
-            elif param.here:
-                pieces[_key(param, key)] = BoxOfTensor(
-                    (), Box((), ()), torch.empty((), dtype=dtype)
-                )
-        return pieces
-
-    def restore(self, document: Document, pieces: Pieces) -> None:
-        """Gives the optimizer the settings of a checkpoint and what was read."""
-        found: dict[int, dict[str, Any]] = {
-            number: dict(document.optimizer.values.get(param.names[0], {})) if param.here else {}
+    def read(self, reader: Reader) -> State:
+        """What a checkpoint holds of the parameters that this rank holds any of."""
+        values = reader.document.optimizer.values
+        state: State = {
+            number: dict(values.get(param.names[0], {}))
             for number, param in enumerate(self.params)
+            if param.here
         }
-        numbers = {param.names[0]: number for number, param in enumerate(self.params)}
-        for name, key, _ in _stored(document):
-            number = numbers[name]
-            if self.params[number].here:
-                found[number][key] = pieces[_key(self.params[number], key)].block
+        for name, key, stored in _stored(reader.document):
+            number = self.numbers[name]
+            if number in state:
+                box = self.params[number].box if stored.shape else None
+                state[number][key] = reader.read(_key(self.params[number], key), box)
+        return {number: own for number, own in state.items() if own}
+
+    def restore(self, document: Document, state: State) -> None:
+        """Gives the optimizer the settings of a checkpoint and what was read."""
         groups = self._groups(document)
-        state = {number: own for number, own in found.items() if own}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_casts(state)
         check_optimizer(self.optimizer)  # which now has blocks of this rank
@@ -157,7 +150,7 @@ class Optimizing:
             found.append({**own, **settings})
         return found
 
-    def _undo_casts(self, state: dict[int, dict[str, Any]]) -> None:
+    def _undo_casts(self, state: State) -> None:
         """Torch casts what it loads to the parameter's dtype; what was saved is kept as it was."""
         for number, own in state.items():
             now = self.optimizer.state[self.params[number].tensor]

@@ -1,22 +1,19 @@
-"""A piece: what one rank holds of a tensor, as torch.distributed.checkpoint asks for it."""
+"""A piece: what one rank writes of a tensor, as torch.distributed.checkpoint asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.futures import Future
 
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import blocks
@@ -31,6 +28,11 @@ class BoxOfTensor:
     shape: tuple[int, ...]
     box: Box
     block: torch.Tensor
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> BoxOfTensor:
+        box = Box.whole(tuple(tensor.shape))
+        return cls(box.shape, box, tensor)
 
     @property
     def _chunk(self) -> ChunkStorageMetadata:
@@ -83,26 +85,6 @@ class SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].block
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Loads into pieces."""
-
-    def set_up_planner(
-        self, state_dict: Pieces, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata = state_dict, metadata
-        self.is_coordinator, self.flatten_state_dict = is_coordinator, False
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn].block
-
-
 def as_bytes(block: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in the host's memory."""
     return block.reshape(-1).view(torch.uint8).numpy().data.cast("B")
-
-
-def done(value: Any) -> Future[Any]:
-    """A future of what is there already: our files are written and read at once."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shardwise.checkpoint.manifest import Size
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.errors import ShardwiseError
-from shardwise.files import Strict, first_mistake
+from shardwise.files import Strict, first_mistake, system_errors_as
 from shardwise.geometry.box import Box
 
 DTYPES = {
@@ -52,18 +52,15 @@ HEADER = TypeAdapter(dict[str, TensorPlace])
 
 def read_header(path: Path) -> tuple[dict[str, TensorPlace], int]:
     """What the file holds, and where its data begins; every mistake is one sentence."""
+    with system_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if size < 8 or length > min(size - 8, LONGEST):
+            raise ShardwiseError(f"{path} is no safetensors file, or it is cut off")
+        header = file.read(length)
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = os.fstat(file.fileno()).st_size
-            if size < 8 or length > min(size - 8, LONGEST):
-                raise ShardwiseError(f"{path} is no safetensors file, or it is cut off")
-            content: Any = json.loads(file.read(length).decode())
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ShardwiseError):
-            raise
+        content: Any = json.loads(header.decode())
+    except (ValueError, RecursionError):
         raise ShardwiseError(f"{path} is no safetensors file: its header is no JSON") from None
     if isinstance(content, dict):
         content.pop("__metadata__", None)
@@ -95,18 +92,15 @@ def read_box(path: Path, entry: TensorPlace, begin: int, box: Box) -> torch.Tens
     if box.empty:
         return block
     content, done = as_bytes(block), 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            for place, numel in runs(tuple(entry.shape), box):
-                file.seek(begin + entry.data_offsets[0] + place * dtype.itemsize)
-                end = done + numel * dtype.itemsize
-                while done < end:
-                    count = file.readinto(content[done:end])
-                    if not count:
-                        raise ShardwiseError(f"{path} is cut off")
-                    done += count
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+    with system_errors_as(f"{path} cannot be read"), path.open("rb", buffering=0) as file:
+        for place, numel in runs(tuple(entry.shape), box):
+            file.seek(begin + entry.data_offsets[0] + place * dtype.itemsize)
+            end = done + numel * dtype.itemsize
+            while done < end:
+                count = file.readinto(content[done:end])
+                if not count:
+                    raise ShardwiseError(f"{path} is cut off")
+                done += count
     return block
 
 

@@ -16,7 +16,6 @@ from shardwise.checkpoint.manifest import Document, Group, OptimizerState, Store
 from shardwise.checkpoint.optimizer_state import Optimizing
 from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.box import Box
 from shardwise.runtime.parallel import ParallelModel, of
 
 RANDOM = "random/"  # and a device: the state of its random generator, the same on all ranks
@@ -48,8 +47,7 @@ class Snapshot:
         pieces |= own
         if of(model).comm.rank == 0:
             for device, state in random_states(model).items():
-                box = Box.whole(tuple(state.shape))
-                pieces[RANDOM + device] = BoxOfTensor(box.shape, box, host_copy(state))
+                pieces[RANDOM + device] = BoxOfTensor.whole(host_copy(state))
         keys = {name: tensor.key for tensor in held for name in tensor.names}
         names = {name: keys[name] for name in nn.Module.state_dict(model, keep_vars=True)}
         kind = optimizing.kind

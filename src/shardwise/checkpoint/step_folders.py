@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError
-from shardwise.files import sync
+from shardwise.files import sync, system_errors_as
 
 COMPLETE = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?")  # saved again: step-00000010-1
 HIDDEN = ".saving-", ".removing-"
@@ -51,12 +51,9 @@ class StepFolders:
         return complete[step]
 
     def _all(self) -> Iterator[tuple[Path, int, int]]:
-        try:
+        entries: list[Path] = []
+        with system_errors_as(f"{self.folder} cannot be read"), suppress(FileNotFoundError):
             entries = list(self.folder.iterdir())
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ShardwiseError(f"{self.folder} cannot be read: {error.strerror}") from None
         for path in entries:
             match = COMPLETE.fullmatch(path.name)
             if match and path.is_dir():
@@ -90,13 +87,6 @@ class StepFolders:
                 if path.name.startswith(HIDDEN):
                     shutil.rmtree(path, ignore_errors=True)
 
-
-@contextmanager
-def writing_to(folder: object) -> Iterator[None]:
-    """A full disk, and whatever else the system refuses, becomes one sentence about the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ShardwiseError(
-            f"a checkpoint cannot be written to {folder}: {error.strerror or error}"
-        ) from None
+    def writing(self) -> AbstractContextManager[None]:
+        """A full disk, and whatever else the system refuses, becomes one sentence."""
+        return system_errors_as(f"a checkpoint cannot be written to {self.folder}")

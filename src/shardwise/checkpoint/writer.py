@@ -6,7 +6,6 @@ Here every rank writes one file of raw tensors, and rank 0 the document that say
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.manifest import NAME, Document, Stored, StoredChunk, Values
-from shardwise.checkpoint.pieces import as_bytes, done
+from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.step_folders import StepFolders, writing_to
+from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError
-from shardwise.files import first_mistake, sync
+from shardwise.files import first_mistake, sync, write_whole
+from shardwise.tensors import dtype_name
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Writer(StorageWriter):
         if is_coordinator:
             self.temporary = self.folders.temporary(self.taken.step, uuid4().hex[:8])
             self.folders.tidy()
-            with writing_to(self.folders):
+            with self.folders.writing():
                 self.temporary.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -75,7 +75,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name, folder = f"rank-{plan.storage_data.rank}.bin", Path(plan.storage_data.folder)
         results, offset = [], 0
-        with writing_to(self.folders):
+        with self.folders.writing():
             folder.mkdir(parents=True, exist_ok=True)  # seen late, perhaps, on another host
             with (folder / name).open("xb", buffering=0) as file:
                 for item in plan.items:
@@ -86,8 +86,10 @@ class Writer(StorageWriter):
                     about = {"file": name, "offset": offset, "crc32": crc32(content)}
                     results.append(WriteResult(item.index, len(content), about))
                     offset += len(content)
-                os.fsync(file.fileno())
-        return done(results)
+            sync(folder / name)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)  # written already
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 writes the document; the rename makes it a checkpoint."""
@@ -99,11 +101,8 @@ class Writer(StorageWriter):
                     f"{self.folders} must be one folder for all hosts, and {name} has been written "
                     "to another"
                 )
-        with writing_to(self.folders):
-            with (self.temporary / NAME).open("x", encoding="utf-8") as file:
-                file.write(document.to_json())
-                file.flush()
-                os.fsync(file.fileno())
+        with self.folders.writing():
+            write_whole(self.temporary / NAME, document.to_json())
             sync(self.folders.folder.parent)
             published = self.folders.publish(self.temporary, document.step)
         self.folders.prune(self.keep, published)
@@ -157,5 +156,5 @@ def _stored(
                 **result.storage_data,
             )
         )
-    dtype = str(about.properties.dtype).removeprefix("torch.")
+    dtype = dtype_name(about.properties.dtype)
     return Stored(shape=list(about.size), dtype=dtype, chunks=chunks)

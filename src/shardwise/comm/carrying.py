@@ -8,96 +8,82 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.headers import SIZE, lane_number, mismatch, purpose, tag_of
-from shardwise.comm.pending import Carried, Communication
+from shardwise.comm.headers import SIZE, mismatch, purpose, tag_of
+from shardwise.comm.pending import About, Carried, Communication
 from shardwise.comm.wires import LARGEST, Parcel, memory_of
+from shardwise.comm.world_state import world_state
+from shardwise.tensors import dtype_name
+
+if TYPE_CHECKING:
+    from shardwise.comm.ranks import Ranks
 
 HOST_ONLY = ("gloo", "mpi4py")  # backends that move memory of the host only
 EMPTY = memoryview(b"")
 
 
-def send(talk: Communication, peer: int, x: torch.Tensor, group: Any) -> Any:
-    """Starts a message to a rank."""
-    comm, wires = talk.comm, talk.world_state.wires
-    member = comm.global_rank(peer)
+def message(talk: Communication, peer: int, x: torch.Tensor, leaves: bool, group: Any) -> Any:
+    """Starts a message to a rank, or awaits one from it."""
+    comm, member = talk.comm, talk.comm.global_rank(peer)
     with talk.starting((peer,)):
-        connected, inside = _ways(talk, (comm.rank, peer), x)
-        said = _header(talk, member, True, x, inside)
+        connected, inside = _ways(comm, (comm.rank, peer), x, talk.about)
         if inside:
-            return wires.send(member, said, memory_of(x), comm.timeout)
-        notes = [wires.send(member, said, EMPTY, comm.timeout)] if connected else []
-        return Carried(notes, dist.isend(x, member, group, tag_of(said)), comm.timeout)
-
-
-def receive(talk: Communication, peer: int, buffer: torch.Tensor, group: Any) -> Any:
-    """Awaits a message from a rank."""
-    comm, wires = talk.comm, talk.world_state.wires
-    member = comm.global_rank(peer)
-    with talk.starting((peer,)):
-        connected, inside = _ways(talk, (comm.rank, peer), buffer)
-        said, lane = _header(talk, member, False, buffer, inside), lane_number(comm.lane)
-        if inside:
-            return wires.receive(member, lane, said, memory_of(buffer), comm.timeout)
-        notes = [wires.receive(member, lane, said, EMPTY, comm.timeout)] if connected else []
-        return Carried(notes, dist.irecv(buffer, member, group, tag_of(said)), comm.timeout)
+            return _parcel(talk, member, leaves, x.nbytes, x.dtype, memory_of(x))
+        if connected:
+            notes = [_parcel(talk, member, leaves, x.nbytes, x.dtype)]
+            tag = tag_of(notes[0].header)
+        else:
+            notes, tag = [], tag_for(talk, member, x, leaves)
+        start = dist.isend if leaves else dist.irecv
+        return Carried(notes, start(x, member, group, tag), comm.timeout)
 
 
 def swap(talk: Communication, x: torch.Tensor, arrived: torch.Tensor) -> list[Parcel]:
     """Sends one tensor to all peers, and awaits one like it from each, a row each."""
-    comm, now, parcels = talk.comm, talk.world_state, []
-    lane, timeout, text = comm.lane, comm.timeout, _text(talk, x.dtype)
-    mine, rows, size = memory_of(x), memory_of(arrived), _nbytes(x)
+    mine, rows, size, parcels = memory_of(x), memory_of(arrived), x.nbytes, []
     for place, peer in enumerate(talk.peers):
-        member, row = comm.global_rank(peer), rows[place * size : (place + 1) * size]
-        awaited = now.header(member, lane, False, size, True, text)
-        parcels.append(now.wires.receive(member, lane_number(lane), awaited, row, timeout))
-        said = now.header(member, lane, True, size, True, text)
-        parcels.append(now.wires.send(member, said, mine, timeout))
+        row = rows[place * size : (place + 1) * size]
+        for leaves, content in ((False, row), (True, mine)):
+            member = talk.comm.global_rank(peer)
+            parcels.append(_parcel(talk, member, leaves, size, x.dtype, content))
     return parcels
 
 
-def wired(talk: Communication, ranks: tuple[int, ...], x: torch.Tensor) -> bool:
+def wired(comm: Ranks, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> bool:
     """Whether such messages go over our own connections; the same on all of these ranks."""
-    return _ways(talk, ranks, x)[1]
+    return _ways(comm, ranks, x, about)[1]
 
 
-def _ways(talk: Communication, ranks: tuple[int, ...], x: torch.Tensor) -> tuple[bool, bool]:
+def _ways(comm: Ranks, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> tuple[bool, bool]:
     """Whether these ranks are connected, and whether such a message goes that way itself."""
-    comm = talk.comm
-    connected = comm.backend == "gloo" and talk.world_state.wires.connected(comm.members(ranks))
-    aside = comm.lane or talk.about.kind == "gradients"  # goes on while all compute
-    return connected, connected and not aside and _nbytes(x) <= LARGEST
+    connected = comm.backend == "gloo" and world_state().wires.connected(comm.members(ranks))
+    aside = comm.lane or about.kind == "gradients"  # goes on while all compute
+    return connected, connected and not aside and x.nbytes <= LARGEST
 
 
-def _header(
-    talk: Communication, whom: object, outgoing: bool, x: torch.Tensor, follows: bool
-) -> bytes:
-    text = _text(talk, x.dtype)
-    return talk.world_state.header(whom, talk.comm.lane, outgoing, _nbytes(x), follows, text)
+def _parcel(
+    talk: Communication,
+    member: int,
+    leaves: bool,
+    nbytes: int,
+    dtype: torch.dtype | None,
+    content: memoryview | None = None,
+) -> Parcel:
+    """A message over our own connections; without content, the header of one that torch carries."""
+    now, comm = talk.world_state, talk.comm
+    follows = content is not None
+    said = now.header(member, comm.lane, leaves, nbytes, follows, _text(talk, dtype))
+    move = now.wires.send if leaves else now.wires.receive
+    return move(member, said, content if content is not None else EMPTY, comm.timeout)
 
 
 def _text(talk: Communication, dtype: torch.dtype | None) -> bytes:
-    return purpose(
-        _name(dtype),
-        talk.action,
-        talk.world_state.phase,
-        talk.about.name,
-    )
-
-
-@lru_cache
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.") if dtype is not None else ""
-
-
-def _nbytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
+    name = dtype_name(dtype) if dtype is not None else ""
+    return purpose(name, talk.action, talk.world_state.phase, talk.about.name)
 
 
 # -- collectives of the backend --------------------------------------------------------------------
@@ -116,22 +102,20 @@ def announce(
     With what goes to and comes from each of the ranks, where that is known. Collectives of gloo
     that differ from each other end a process, or give wrong numbers.
     """
-    comm, text, members = (
-        talk.comm,
-        _text(talk, dtype),
-        talk.comm.members(ranks),
-    )
-    out = [_nbytes(x) for x in sends] or [0] * len(ranks)
-    into = [_nbytes(x) for x in receives] or [0] * len(ranks)
+    comm, members, me = talk.comm, talk.comm.members(ranks), talk.comm.global_rank(talk.comm.rank)
+    out = [x.nbytes for x in sends] or [0] * len(ranks)
+    into = [x.nbytes for x in receives] or [0] * len(ranks)
     if comm.backend == "gloo" and talk.world_state.wires.connected(members):
-        others = [
-            m for m in zip(members, out, into, strict=True) if m[0] != comm.global_rank(comm.rank)
+        return [
+            _parcel(talk, member, leaves, nbytes, dtype)
+            for member, sent, awaited in zip(members, out, into, strict=True)
+            if member != me
+            for leaves, nbytes in ((True, sent), (False, awaited))
         ]
-        return [parcel for other in others for parcel in _notes(talk, text, *other)]
     if comm.backend not in HOST_ONLY:
         return []
     nbytes = out[0] if len({*out, *into}) == 1 else 0
-    said = talk.world_state.header(members, comm.lane, True, nbytes, False, text)
+    said = talk.world_state.header(members, comm.lane, True, nbytes, False, _text(talk, dtype))
     everyone = [torch.empty(SIZE, dtype=torch.uint8) for _ in ranks]
     mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     work = dist.all_gather(everyone, mine, group, async_op=True)
@@ -145,22 +129,11 @@ def compare(announced: list[Any]) -> list[Any]:
     return []
 
 
-def _notes(talk: Communication, text: bytes, member: int, out: int, into: int) -> list[Parcel]:
-    """A header to a rank, and one from it."""
-    comm, wires = talk.comm, talk.world_state.wires
-    said = talk.world_state.header(member, comm.lane, True, out, False, text)
-    awaited = talk.world_state.header(member, comm.lane, False, into, False, text)
-    return [
-        wires.send(member, said, EMPTY, comm.timeout),
-        wires.receive(member, lane_number(comm.lane), awaited, EMPTY, comm.timeout),
-    ]
-
-
 @dataclass(frozen=True, eq=False)
 class _Headers:
     """Every rank's header for a collective, gathered by the backend: ranks are not connected."""
 
-    comm: Any
+    comm: Ranks
     ranks: tuple[int, ...]
     mine: bytes
     everyone: list[torch.Tensor]
@@ -174,6 +147,7 @@ class _Headers:
                 raise mismatch(self.comm.global_rank(rank), said, me, self.mine)
 
 
-def tag_for(talk: Communication, ranks: tuple[int, ...], x: torch.Tensor) -> int:
-    """For the messages of one sum, which several ranks start in the same order."""
-    return tag_of(_header(talk, talk.comm.members(ranks), True, x, False))
+def tag_for(talk: Communication, whom: object, x: torch.Tensor, leaves: bool = True) -> int:
+    """For messages without headers: with one rank, or of a sum that several start alike."""
+    lane, text = talk.comm.lane, _text(talk, x.dtype)
+    return tag_of(talk.world_state.header(whom, lane, leaves, x.nbytes, False, text))

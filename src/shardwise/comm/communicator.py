@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,23 +14,12 @@ import torch.distributed as dist
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
 from shardwise.cluster.schedules import ALGORITHMS, Rounds, Switches, schedule
-from shardwise.comm.carrying import (
-    HOST_ONLY,
-    announce,
-    compare,
-    receive,
-    send,
-    swap,
-    tag_for,
-    wired,
-)
+from shardwise.comm.carrying import HOST_ONLY, announce, compare, message, swap, tag_for, wired
 from shardwise.comm.numbers import added, check_summed, known_to_backends
 from shardwise.comm.pending import ANYTHING, About, Carried, Communication, Pending
 from shardwise.comm.ranks import Ranks
 from shardwise.comm.summing import start_sum
-from shardwise.errors import LostPeer, ShardwiseError
-
-__all__ = ["ANYTHING", "About", "Communicator", "LostPeer", "Messages", "Pending", "SumRules"]
+from shardwise.errors import ShardwiseError
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # (peer, contiguous tensor)
 
@@ -74,26 +64,20 @@ class Communicator(Ranks):
     ) -> Pending:
         """Messages among some ranks: in a lane over these ranks' own process group."""
         group = self._subgroup(ranks) if self.lane else self.group
-        sends = [(peer, self._stage(tensor)) for peer, tensor in sends]
-        staged = [(peer, self._stage(buffer, empty=True)) for peer, buffer in receives]
-        peers = [peer for peer, _ in [*receives, *sends]]  # as works stand
-        talk = Communication(self, action, peers, about)
-        if self.backend == "nccl":
-            steps = [(dist.irecv, *message) for message in staged]
-            steps += [(dist.isend, *message) for message in sends]
-            operations = [dist.P2POp(do, t, self._global[p], group) for do, p, t in steps]
-            works = dist.batch_isend_irecv(operations) if operations else []
+        staged = [(peer, self._stage(buffer, empty=True), False) for peer, buffer in receives]
+        leaving = [(peer, self._stage(tensor), True) for peer, tensor in sends]
+        messages = [*staged, *leaving]
+        talk = Communication(self, action, [peer for peer, *_ in messages], about)
+        if self.backend != "nccl":
+            works = [message(talk, *one, group) for one in messages]
         else:
-            works = [receive(talk, peer, buffer, group) for peer, buffer in staged]
-            works += [send(talk, peer, tensor, group) for peer, tensor in sends]
-
-        def finish() -> None:
-            _ = sends  # alive until they have left
-            for (_, buffer), (_, arrived) in zip(receives, staged, strict=True):
-                if buffer is not arrived:
-                    buffer.copy_(arrived)
-
-        return Pending(works, finish, talk)
+            operations = [
+                dist.P2POp(dist.isend if leaves else dist.irecv, x, self._global[peer], group)
+                for peer, x, leaves in messages
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+        buffers, arrived = [buffer for _, buffer in receives], [x for _, x, _ in staged]
+        return Pending(works, lambda: _copy_back(buffers, arrived, leaving), talk)
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -103,17 +87,16 @@ class Communicator(Ranks):
         """Fills one part per rank of the group with that rank's x."""
         if self._directly(ranks):
             parts[ranks.index(self.rank)].copy_(x)
-            others = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-            sends = [(rank, x) for rank, _ in others]
-            return self._exchange(sends, others, about, "gather", ranks)
+            sends, receives = self._others(ranks, [x] * len(ranks)), self._others(ranks, parts)
+            return self._exchange(sends, receives, about, "gather", ranks)
         staged, x = [self._stage(part, empty=True) for part in parts], self._stage(x)
-        group = self._subgroup(ranks)
-        talk = Communication(self, "gather", ranks, about)
-        with talk.starting():
-            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), parts)
-            raw = [self._raw(part) for part in staged]
-            work = dist.all_gather(raw, self._raw(x), group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back(parts, staged, x), talk)
+        raw = [self._raw(part) for part in staged]
+        return self._collective(
+            Communication(self, "gather", ranks, about),
+            (x.dtype, [x] * len(ranks), parts),
+            lambda group: dist.all_gather(raw, self._raw(x), group, async_op=True),
+            lambda: _copy_back(parts, staged, x),
+        )
 
     def reduce_scatter(
         self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
@@ -125,13 +108,14 @@ class Communicator(Ranks):
             return self.reduce_scatter(ranks, torch.view_as_real(y), halves, about)
         if self._directly(ranks):
             return self._sum_directly(ranks, y, parts, about)
-        staged, group = self._stage(known_to_backends(y), empty=True), self._subgroup(ranks)
+        staged = self._stage(known_to_backends(y), empty=True)
         parts = [self._stage(known_to_backends(part)) for part in parts]
-        talk = Communication(self, "sum of parts", ranks, about)
-        with talk.starting():
-            notes = announce(talk, ranks, group, y.dtype, parts, [staged] * len(ranks))
-            work = dist.reduce_scatter(staged, parts, group=group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back([y], [staged], parts), talk)
+        return self._collective(
+            Communication(self, "sum of parts", ranks, about),
+            (y.dtype, parts, [staged] * len(ranks)),
+            lambda group: dist.reduce_scatter(staged, parts, group=group, async_op=True),
+            lambda: _copy_back([y], [staged], parts),
+        )
 
     def all_to_all(
         self,
@@ -144,35 +128,25 @@ class Communicator(Ranks):
         if self._directly(ranks):
             place = ranks.index(self.rank)
             receives[place].copy_(sends[place].view(receives[place].shape))
-            out, into = (
-                [(r, t) for r, t in zip(ranks, tensors, strict=True) if r != self.rank]
-                for tensors in (sends, receives)
-            )
+            out, into = self._others(ranks, sends), self._others(ranks, receives)
             return self._exchange(out, into, about, "exchange", ranks)
-        group = self._subgroup(ranks)
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
-        arrived = torch.empty(
-            sum(t.numel() for t in receives), dtype=outgoing.dtype, device=outgoing.device
-        )
-        talk = Communication(self, "exchange", ranks, about)
-        with talk.starting():
-            notes = announce(talk, ranks, group, outgoing.dtype, sends, receives)
-            work = dist.all_to_all_single(
+        arrived = outgoing.new_empty(sum(t.numel() for t in receives))
+        parts = arrived.split([t.numel() for t in receives])
+        shaped = [part.view(t.shape) for part, t in zip(parts, receives, strict=True)]
+        return self._collective(
+            Communication(self, "exchange", ranks, about),
+            (outgoing.dtype, sends, receives),
+            lambda group: dist.all_to_all_single(
                 self._raw(arrived),
                 self._raw(outgoing),
                 [self._raw_numel(t) for t in receives],
                 [self._raw_numel(t) for t in sends],
                 group=group,
                 async_op=True,
-            )
-
-        def finish() -> None:
-            parts = arrived.split([t.numel() for t in receives])
-            for buffer, part in zip(receives, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
-            _ = outgoing
-
-        return self._carried(notes, work, finish, talk)
+            ),
+            lambda: _copy_back(receives, shaped, outgoing),
+        )
 
     def all_reduce(
         self,
@@ -190,21 +164,21 @@ class Communicator(Ranks):
             return Pending([])
         if x.is_complex():
             return self._sum_halves(ranks, x, about, algorithm)
-        algorithm = algorithm or self._winner(ranks, x.numel() * x.element_size())
+        algorithm = algorithm or self._winner(ranks, x.nbytes)
         if algorithm == "direct":
             return self._sum_at_once(ranks, x, about)
         if algorithm in ALGORITHMS:
             switches = self.sums.of(ranks) if self.sums is not None else (ranks,)
             rounds = schedule(algorithm, switches, self.rank, x.numel())
             return self.carry_out(rounds, ranks, x, about)
-        staged, group = self._stage(known_to_backends(x)), self._subgroup(ranks)
-        talk = Communication(self, "sum", ranks, about)
-        with talk.starting():
-            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
-            if not self.lane:  # somebody is about to wait for it anyway
-                notes = compare(notes)
-            work = dist.all_reduce(staged, group=group, async_op=True)
-        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), talk)
+        staged = self._stage(known_to_backends(x))
+        return self._collective(
+            Communication(self, "sum", ranks, about),
+            (x.dtype, [x] * len(ranks), [x] * len(ranks)),
+            lambda group: dist.all_reduce(staged, group=group, async_op=True),
+            lambda: _copy_back([x], [staged]),
+            at_once=not self.lane,  # somebody is about to wait for it anyway
+        )
 
     def _sum_halves(
         self, ranks: tuple[int, ...], x: torch.Tensor, about: About, algorithm: Algorithm | None
@@ -212,30 +186,51 @@ class Communicator(Ranks):
         """Real and imaginary parts, as numbers of their own."""
         halves = torch.view_as_real(x.resolve_conj())
         pending = self.all_reduce(ranks, halves, about, algorithm)
-
-        def finish() -> None:
-            pending.wait()
-            if x.is_conj():  # then its memory holds other numbers
-                x.copy_(torch.view_as_complex(halves))
-
-        return Pending([], finish)
+        if not x.is_conj():
+            return pending
+        # Its memory holds other numbers.
+        return pending.then(lambda: x.copy_(torch.view_as_complex(halves)))
 
     def carry_out(
         self, rounds: Rounds, ranks: tuple[int, ...], x: torch.Tensor, about: About = ANYTHING
     ) -> Pending:
         """Starts this rank's rounds on x, in our own thread."""
         assert self.lane, "messages of schedules need process groups of their own"
-        staged, group = self._stage(x), self._subgroup(ranks)
-        places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
-        talk = Communication(self, "sum", ranks, about)
-        with talk.starting():
-            notes = announce(talk, ranks, group, x.dtype, [x] * len(ranks), [x] * len(ranks))
-        tag = tag_for(talk, ranks, x)
-        work = start_sum(staged.view(-1), rounds, group, places, tag, self.timeout)
-        return self._carried(notes, work, lambda: _copy_back([x], [staged], None), talk)
+        staged, talk = self._stage(x), Communication(self, "sum", ranks, about)
 
-    def _carried(self, notes: list[Any], work: Any, finish: Any, talk: Communication) -> Pending:
+        def start(group: Any) -> Any:
+            places = {rank: dist.get_group_rank(group, self._global[rank]) for rank in ranks}
+            tag = tag_for(talk, self.members(ranks), x)
+            return start_sum(staged.view(-1), rounds, group, places, tag, self.timeout)
+
+        sizes = [x] * len(ranks)
+        finish = partial(_copy_back, [x], [staged])
+        return self._collective(talk, (x.dtype, sizes, sizes), start, finish)
+
+    def _collective(
+        self,
+        talk: Communication,
+        sizes: tuple[torch.dtype, list[torch.Tensor], list[torch.Tensor]],
+        start: Callable[[Any], Any],
+        finish: Callable[[], None],
+        at_once: bool = False,
+    ) -> Pending:
+        """Tells the ranks what this one takes part in, and starts it in their process group.
+
+        The sizes are of what goes to, and comes from, each rank; `at_once` compares them first.
+        """
+        group = self._subgroup(talk.peers)
+        with talk.starting():
+            notes = announce(talk, talk.peers, group, *sizes)
+            notes = compare(notes) if at_once else notes
+            work = start(group)
         return Pending([Carried(notes, work, self.timeout)], finish, talk)
+
+    def _others(
+        self, ranks: tuple[int, ...], tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """A tensor for each rank of a group but this one."""
+        return [(r, x) for r, x in zip(ranks, tensors, strict=True) if r != self.rank]
 
     def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
         """What was measured to be fastest, and without measurements what mostly is."""
@@ -258,15 +253,10 @@ class Communicator(Ranks):
     ) -> Pending:
         """Sends every rank its part; the sum is in rank order, so that all get the same bits."""
         arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
-        sends = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
+        sends = self._others(ranks, parts)
         pending = self._exchange(sends, list(arrived.items()), about, "sum", ranks)
         arrived[self.rank] = parts[ranks.index(self.rank)]
-
-        def finish() -> None:
-            pending.wait()
-            y.copy_(added([arrived[rank] for rank in ranks]))
-
-        return Pending([], finish)
+        return pending.then(lambda: y.copy_(added([arrived[rank] for rank in ranks])))
 
     def _sum_at_once(self, ranks: tuple[int, ...], x: torch.Tensor, about: About) -> Pending:
         """Sends all of it to every rank; over our own connections that is one swap.
@@ -274,9 +264,9 @@ class Communicator(Ranks):
         Which takes half the time of a message to and from each.
         """
         others = tuple(rank for rank in ranks if rank != self.rank)
-        talk = Communication(self, "sum", others, about)
-        if not wired(talk, ranks, x):
+        if not wired(self, ranks, x, about):
             return self._sum_directly(ranks, x, [x.clone()] * len(ranks), about)
+        talk = Communication(self, "sum", others, about)
         mine = self._stage(x.clone(memory_format=torch.contiguous_format))
         arrived = mine.new_empty((len(others), *x.shape))
         with talk.starting():
@@ -298,7 +288,8 @@ class Communicator(Ranks):
         with talk.starting():
             compare(announce(talk, everybody, self.group, x.dtype, sizes, sizes))
             work = dist.broadcast(self._raw(staged), self._global[root], self.group, async_op=True)
-        return self._carried([], work, lambda: _copy_back([x], [staged], None), talk)
+        work = Carried([], work, self.timeout)
+        return Pending([work], lambda: _copy_back([x], [staged]), talk)
 
     def in_lane(self, lane: str) -> Communicator:
         """The same ranks, over process groups of their own."""
@@ -318,8 +309,10 @@ class Communicator(Ranks):
         return twin
 
 
-def _copy_back(buffers: list[torch.Tensor], staged: list[torch.Tensor], keep: Any) -> None:
-    """What arrived in host memory goes to its place; `keep` stayed alive until now."""
+def _copy_back(
+    buffers: Sequence[torch.Tensor], staged: Sequence[torch.Tensor], keep: Any = None
+) -> None:
+    """What arrived elsewhere goes to its place; `keep` stayed alive until now."""
     for buffer, arrived in zip(buffers, staged, strict=True):
         if buffer is not arrived:
             buffer.copy_(arrived)

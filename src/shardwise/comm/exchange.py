@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from shardwise.comm import ANYTHING, About, Communicator
+from shardwise.comm import ANYTHING, About, Communicator, Pending
 from shardwise.geometry.transfer import Route, Slices, Transfer
-from shardwise.tensors import filling, memory_format_of
-
-Wait = Callable[[], torch.Tensor]
+from shardwise.tensors import Wait, filling, memory_format_of
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,11 @@ class Delivery:
             return lambda: x
         if comm.timeline.on:
             return self._recorded(x, comm)
-        return _start(self.route, x, self.fill, self.adds, comm, self.about)
+        return self._start(x, comm)
 
     def _recorded(self, x: torch.Tensor, comm: Communicator) -> Wait:
         before = comm.timeline.switch(f"{self.about.name} packed", "copy")
-        wait = _start(self.route, x, self.fill, self.adds, comm, self.about)
+        wait = self._start(x, comm)
         comm.timeline.switch(*before)
 
         def unpacked() -> torch.Tensor:
@@ -49,86 +47,84 @@ class Delivery:
 
         return unpacked
 
+    def _start(self, x: torch.Tensor, comm: Communicator) -> Wait:
+        route, kind, about = self.route, self.route.kind, self.about
+        if kind == "local":
+            y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
+            return lambda: y
+        if kind == "all_reduce":
+            y = x.clone(memory_format=torch.contiguous_format)  # statistics: order does not matter
+            summed = comm.all_reduce(route.group, y, about)
+            return lambda: (summed.wait(), y)[1]
+        if kind == "reduce_scatter":
+            y, own = x.new_empty(route.target.shape), x[route.own[0]]  # type: ignore[index]
+            leaving = dict(self._leaving(x)) | {comm.rank: own.contiguous()}
+            reduced = comm.reduce_scatter(route.group, y, self._by_rank(leaving, x), about)
+            memory_format = memory_format_of(x)
+            return lambda: (reduced.wait(), y.contiguous(memory_format=memory_format))[1]
+        return self._pieces(x, comm)
+
+    def _leaving(self, x: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        return [(piece.peer, x[piece.slices].contiguous()) for piece in self.route.sends]
+
+    def _by_rank(self, known: Mapping[int, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor per rank of the group; empty ones for those that get or give nothing."""
+        return [known.get(rank, x.new_empty(0)) for rank in self.route.group]
+
+    def _pieces(self, x: torch.Tensor, comm: Communicator) -> Wait:
+        """Transfers whose pieces are put (or added) into a new tensor one by one."""
+        route = self.route
+        arriving = [(piece.peer, x.new_empty(piece.shape)) for piece in route.receives]
+        pending = self._post(x, arriving, comm)
+        y = self._new_target(x)
+        if route.own is not None:
+            y[route.own[1]] = x[route.own[0]]
+
+        def finish() -> torch.Tensor:
+            pending.wait()
+            for piece, (_, part) in zip(route.receives, arriving, strict=True):
+                if self.adds:
+                    y[piece.slices] += part
+                else:
+                    y[piece.slices] = part
+            return y
+
+        return finish
+
+    def _post(
+        self, x: torch.Tensor, arriving: list[tuple[int, torch.Tensor]], comm: Communicator
+    ) -> Pending:
+        """Starts the messages of a transfer in pieces, as one collective where it is one."""
+        group, about = self.route.group, self.about
+        if self.route.kind == "all_gather":
+            mine = torch.empty_like(x, memory_format=torch.contiguous_format)
+            parts = dict(arriving)
+            everyone = [parts.get(rank, mine) for rank in group]
+            return comm.all_gather(group, everyone, x.contiguous(), about)
+        leaving = self._leaving(x)
+        if self.route.kind == "all_to_all":
+            into, out = self._by_rank(dict(arriving), x), self._by_rank(dict(leaving), x)
+            return comm.all_to_all(group, into, out, about)
+        return comm.exchange(leaving, arriving, about)
+
+    def _new_target(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor for the target box: zero where parts are added, `fill` outside the tensor."""
+        route, memory_format = self.route, memory_format_of(x)
+        y = torch.empty(
+            route.target.shape, dtype=x.dtype, device=x.device, memory_format=memory_format
+        )
+        if self.adds:
+            return y.zero_()
+        covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
+        held = sum(_numel(slices) for slices in covered)
+        return y if held == y.numel() else y.fill_(filling(self.fill, y.dtype))
+
 
 def carry(
     transfer: Transfer, x: torch.Tensor, comm: Communicator, about: About = ANYTHING
 ) -> torch.Tensor:
     """This rank's part after the transfer."""
     return Delivery.of(transfer, comm.rank, about).begin(x, comm)()
-
-
-def _start(
-    route: Route, x: torch.Tensor, fill: float, additive: bool, comm: Communicator, about: About
-) -> Wait:
-    if route.kind == "local":
-        y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
-        return lambda: y
-    if route.kind == "all_reduce":
-        y = x.clone(memory_format=torch.contiguous_format)  # statistics: order does not matter
-        summed = comm.all_reduce(route.group, y, about)
-        return lambda: (summed.wait(), y)[1]
-    if route.kind == "reduce_scatter":
-        y = x.new_empty(route.target.shape)
-        outgoing = _by_rank(route, [x[piece.slices].contiguous() for piece in route.sends])
-        outgoing[route.group.index(comm.rank)] = x[route.own[0]].contiguous()  # type: ignore[index]
-        reduced = comm.reduce_scatter(route.group, y, outgoing, about)
-        memory_format = memory_format_of(x)
-        return lambda: (reduced.wait(), y.contiguous(memory_format=memory_format))[1]
-    return _pieces(route, x, fill, additive, comm, about)
-
-
-def _by_rank(route: Route, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor per rank of the group; a rank's own place is still free (empty)."""
-    found = {piece.peer: t for piece, t in zip(route.sends, tensors, strict=True)}
-    none = tensors[0].new_empty(0)
-    return [found.get(rank, none) for rank in route.group]
-
-
-def _pieces(
-    route: Route, x: torch.Tensor, fill: float, additive: bool, comm: Communicator, about: About
-) -> Wait:
-    """Transfers whose pieces are put (or added) into a new tensor one by one."""
-    arrived = [x.new_empty(piece.shape) for piece in route.receives]
-    if route.kind == "all_gather":
-        parts = {piece.peer: part for piece, part in zip(route.receives, arrived, strict=True)}
-        mine = torch.empty_like(x, memory_format=torch.contiguous_format)
-        everyone = [parts.get(rank, mine) for rank in route.group]
-        pending = comm.all_gather(route.group, everyone, x.contiguous(), about)
-    else:
-        outgoing = [x[piece.slices].contiguous() for piece in route.sends]
-        if route.kind == "all_to_all":
-            received = {p.peer: part for p, part in zip(route.receives, arrived, strict=True)}
-            buffers = [received.get(rank, x.new_empty(0)) for rank in route.group]
-            pending = comm.all_to_all(route.group, buffers, _by_rank(route, outgoing), about)
-        else:
-            sends = [(p.peer, t) for p, t in zip(route.sends, outgoing, strict=True)]
-            receives = [(p.peer, t) for p, t in zip(route.receives, arrived, strict=True)]
-            pending = comm.exchange(sends, receives, about)
-    y = _new_target(route, x, fill, additive)
-    if route.own is not None:
-        y[route.own[1]] = x[route.own[0]]
-
-    def finish() -> torch.Tensor:
-        pending.wait()
-        for piece, part in zip(route.receives, arrived, strict=True):
-            if additive:
-                y[piece.slices] += part
-            else:
-                y[piece.slices] = part
-        return y
-
-    return finish
-
-
-def _new_target(route: Route, x: torch.Tensor, fill: float, additive: bool) -> torch.Tensor:
-    """The tensor for the target box: zero where parts are added, `fill` outside the tensor."""
-    shape, memory_format = route.target.shape, memory_format_of(x)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
-    if additive:
-        return y.zero_()
-    covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
-    held = sum(_numel(slices) for slices in covered)
-    return y if held == y.numel() else y.fill_(filling(fill, y.dtype))
 
 
 def _numel(slices: Slices) -> int:

@@ -1,4 +1,4 @@
-"""The process groups of this process: made once, kept until dropped or until the world ends.
+"""The process groups of this process: made once, kept until the world ends.
 
 Every group of gloo has threads that wake a hundred times a second even when it is idle, so the same
 ranks never get a second group of the same lane.
@@ -47,19 +47,6 @@ def known_group(lane: str, members: Members) -> Any:
         _groups.clear()
         _world = dist.group.WORLD
     return _groups.get((lane, members))
-
-
-def num_groups() -> int:
-    """How many are kept: the same number on every rank."""
-    return len(_groups)
-
-
-def drop_groups() -> None:
-    """Ends all of them; every rank calls it, when nothing is under way."""
-    for group in _groups.values():
-        with suppress(ValueError):  # this rank is not a member
-            dist.destroy_process_group(group)
-    _groups.clear()
 
 
 def wake_groups(others: Iterable[Any] = ()) -> None:

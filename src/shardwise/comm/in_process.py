@@ -13,17 +13,18 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import torch
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm
-from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending, SumRules
+from shardwise.comm.communicator import Communicator, Messages
 from shardwise.comm.headers import Mismatch
+from shardwise.comm.pending import AGREEMENT, About, Pending
 from shardwise.comm.timeline import Timeline
 from shardwise.errors import LostPeer, ShardwiseError
+from shardwise.tensors import dtype_name
 
 LONGEST = 12  # turns that a message is under way at most
 OBJECT = "an object"
@@ -205,24 +206,21 @@ class InProcess(Communicator):
     def __init__(self, world: World, rank: int, lane: str = "") -> None:
         self.world, self.rank, self.size, self.lane = world, rank, world.size, lane
         self.timeout, self.group, self.timeline = None, None, Timeline()
-        self.sums: SumRules | None = None
         self._global, self._backend = tuple(range(world.size)), "threads"
 
-    def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:
-        return self._swap(sends, receives, f"{about.kind} {about.name}", lambda: None)
-
-    def _swap(
-        self, sends: Messages, receives: Messages, about: str, finish: Callable[[], object]
+    def _exchange(
+        self, sends: Messages, receives: Messages, about: About, action: str, ranks: tuple[int, ...]
     ) -> Pending:
-        """Posts all messages; waiting for them copies what has arrived, then finishes."""
+        """Posts all messages; waiting for them copies what has arrived."""
+        purpose = f"{about.kind} {about.name}"
         sent = [
-            self.world.post((self.lane, self.rank, peer), about, _kind(tensor), tensor.detach())
+            self.world.post((self.lane, self.rank, peer), purpose, _kind(tensor), tensor.detach())
             for peer, tensor in sends
         ]
         coming = []
         for peer, buffer in receives:
             _spoil(buffer)  # who reads it too early shall notice
-            receive = self.world.await_((self.lane, peer, self.rank), about, _kind(buffer))
+            receive = self.world.await_((self.lane, peer, self.rank), purpose, _kind(buffer))
             coming.append((buffer, receive))
 
         def arrive() -> None:
@@ -230,60 +228,23 @@ class InProcess(Communicator):
                 buffer.copy_(receive().view(buffer.shape))
             for letter in sent:
                 letter.seal()
-            finish()
 
         self.world.give_way(self.rank)
         return Pending([], arrive)
 
-    def all_gather(
-        self, ranks: tuple[int, ...], parts: list[torch.Tensor], x: Any, about: About = ANYTHING
-    ) -> Pending:
-        parts[ranks.index(self.rank)].copy_(x)
-        others = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-        return self.exchange([(rank, x) for rank, _ in others], others, about)
+    def _directly(self, ranks: tuple[int, ...]) -> bool:
+        return True
 
-    def reduce_scatter(
-        self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About = ANYTHING
-    ) -> Pending:
-        arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
-        sends = [(r, part) for r, part in zip(ranks, parts, strict=True) if r != self.rank]
-        mine = parts[ranks.index(self.rank)]
-
-        def add() -> None:
-            everyone = arrived | {self.rank: mine}
-            y.copy_(reduce(torch.add, (everyone[rank] for rank in ranks)))
-
-        return self._swap(sends, list(arrived.items()), f"{about.kind} {about.name}", add)
-
-    def all_to_all(
-        self,
-        ranks: tuple[int, ...],
-        receives: list[torch.Tensor],
-        sends: list[torch.Tensor],
-        about: About = ANYTHING,
-    ) -> Pending:
-        to = [(r, t) for r, t in zip(ranks, sends, strict=True) if r != self.rank]
-        by = [(r, t) for r, t in zip(ranks, receives, strict=True) if r != self.rank]
-        return self.exchange(to, by, about)
-
-    def all_reduce(
-        self,
-        ranks: tuple[int, ...],
-        x: torch.Tensor,
-        about: About = ANYTHING,
-        algorithm: Algorithm | None = None,
-    ) -> Pending:
-        if len(ranks) == 1:
-            return Pending([])
-        return self.reduce_scatter(ranks, x, [x.clone()] * len(ranks), about)
+    def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
+        return "direct"
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> Pending:
-        others = [rank for rank in range(self.size) if rank != root]
-        if self.rank == root:
-            return self._swap([(rank, x) for rank in others], [], "broadcast", lambda: None)
-        return self._swap([], [(root, x)], "broadcast", lambda: None)
+        everybody = tuple(range(self.size))
+        sends = self._others(everybody, [x] * self.size) if self.rank == root else []
+        receives = [(root, x)] if self.rank != root else []
+        return self.exchange(sends, receives, About("the parameters", "broadcast"))
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, about: About = AGREEMENT) -> list[Any]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             channel = self.lane, self.rank, rank
@@ -302,17 +263,12 @@ class InProcess(Communicator):
     def group_of_lane(self, lane: str) -> Any:
         return None
 
-    def in_lane(self, lane: str) -> InProcess:
-        twin = copy.copy(self)
-        twin.lane = lane
-        return twin
-
     def summing_as(self, cluster: Cluster | str | None) -> InProcess:
         return self
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tensor.numel()} x {dtype_name(tensor.dtype)}"
 
 
 def _spoil(buffer: torch.Tensor) -> None:

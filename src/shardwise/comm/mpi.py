@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from shardwise.comm.mpi_work import Finish, MPIWork
+from shardwise.comm.numbers import ADDED_IN
 from shardwise.errors import ShardwiseError
 
 NAME = "mpi4py"
@@ -32,7 +33,6 @@ TYPES = {
     torch.int8: MPI.INT8_T,
     torch.uint8: MPI.UINT8_T,
 }
-SHORT = (torch.bfloat16, torch.float16)  # not in MPI: summed in float32
 OPERATIONS = (
     (dist.ReduceOp.SUM, MPI.SUM),
     (dist.ReduceOp.AVG, MPI.SUM),  # divided afterwards
@@ -154,7 +154,7 @@ class MPIGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> MPIWork:
         [x] = tensors
-        total = (x.float() if x.dtype in SHORT else x).contiguous()
+        total = x.to(ADDED_IN.get(x.dtype, x.dtype)).contiguous()  # MPI knows no short floats
         request = self._comm.Iallreduce(MPI.IN_PLACE, _numbers(total), _operation(opts))
         finish = partial(self._put, x, total, opts)
         return self._work(request, self._among("a sum"), total, finish)
@@ -162,11 +162,9 @@ class MPIGroup(dist.ProcessGroup):
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
     ) -> MPIWork:
-        [parts], x = output_tensors, input_tensors[0].contiguous()
-        arrived = x.new_empty(sum(part.numel() for part in parts))
-        blocks = _blocks(arrived, [part.numel() for part in parts])
+        x = input_tensors[0].contiguous()
+        blocks, arrived, finish = _room(x, output_tensors[0])
         request = self._comm.Iallgatherv(_bytes(x), blocks)
-        finish = partial(_deal, arrived, parts)
         return self._work(request, self._among("a gather"), (x, arrived), finish)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> MPIWork:
@@ -179,11 +177,9 @@ class MPIGroup(dist.ProcessGroup):
         x, what = input_tensors[0].contiguous(), self._among("a gather")
         if self._comm.rank != opts.rootRank:
             return self._work(self._comm.Igatherv(_bytes(x), None, opts.rootRank), what, x)
-        [parts] = output_tensors
-        arrived = x.new_empty(sum(part.numel() for part in parts))
-        blocks = _blocks(arrived, [part.numel() for part in parts])
+        blocks, arrived, finish = _room(x, output_tensors[0])
         request = self._comm.Igatherv(_bytes(x), blocks, opts.rootRank)
-        return self._work(request, what, (x, arrived), partial(_deal, arrived, parts))
+        return self._work(request, what, (x, arrived), finish)
 
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
@@ -201,7 +197,7 @@ class MPIGroup(dist.ProcessGroup):
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
     ) -> MPIWork:
         [y], [parts] = output_tensors, input_tensors
-        dtype = torch.float32 if y.dtype in SHORT else y.dtype
+        dtype = ADDED_IN.get(y.dtype, y.dtype)
         sent = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
         total = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
         counts = [part.numel() for part in parts]
@@ -274,7 +270,7 @@ def _memory(x: torch.Tensor) -> MPI.buffer:
         raise ShardwiseError(f"MPI moves memory of the host only, and a tensor is on {x.device}")
     if not x.is_contiguous():
         raise ValueError(f"a tensor of strides {x.stride()} must be contiguous")
-    return MPI.buffer.fromaddress(x.data_ptr(), x.numel() * x.element_size())
+    return MPI.buffer.fromaddress(x.data_ptr(), x.nbytes)
 
 
 def _back(x: torch.Tensor, twin: torch.Tensor) -> Finish | None:
@@ -284,7 +280,7 @@ def _back(x: torch.Tensor, twin: torch.Tensor) -> Finish | None:
 
 def _bytes(x: torch.Tensor) -> list[Any]:
     """Any kind of number travels as bytes."""
-    return [_memory(x), x.numel() * x.element_size(), MPI.BYTE]
+    return [_memory(x), x.nbytes, MPI.BYTE]
 
 
 def _blocks(x: torch.Tensor, numels: Sequence[int]) -> list[Any]:
@@ -306,7 +302,13 @@ def _operation(opts: Any) -> MPI.Op:
     raise ValueError(f"MPI is not asked for {opts.reduceOp}; use SUM, AVG, PRODUCT, MIN or MAX")
 
 
-def _deal(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Consecutive elements go to the parts that they are for."""
-    for part, block in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(block.view(part.shape))
+def _room(x: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[Any], torch.Tensor, Finish]:
+    """Memory in which parts arrive one after the other, and what puts them in their places."""
+    numels = [part.numel() for part in parts]
+    arrived = x.new_empty(sum(numels))
+
+    def deal() -> None:
+        for part, block in zip(parts, arrived.split(numels), strict=True):
+            part.copy_(block.view(part.shape))
+
+    return _blocks(arrived, numels), arrived, deal

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.tensors import dtype_name
 
 ADDED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # as torch's own sums are
 SUMMED = (
@@ -20,9 +21,9 @@ UNKNOWN_TO_BACKENDS = {torch.int16: torch.int32}
 def check_summed(x: torch.Tensor, what: str) -> None:
     """Whether sums over ranks are what one device's would be."""
     if x.dtype not in SUMMED and not x.is_complex():
-        kind = str(x.dtype).removeprefix("torch.")
         raise ShardwiseError(
-            f"{what!r} is {kind}, which is not summed over ranks; convert it to int64 or float32"
+            f"{what!r} is {dtype_name(x.dtype)}, which is not summed over ranks; "
+            "convert it to int64 or float32"
         )
 
 

@@ -24,10 +24,11 @@ class About:
     """What a communication is for: in traces, in headers, and in the message when it fails."""
 
     name: str = "a tensor"
-    kind: str = "transfer"  # or statistics, gradients
+    kind: str = "transfer"  # or statistics, gradients, agreement
 
 
 ANYTHING = About()
+AGREEMENT = About("what all ranks must agree on", "agreement")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,15 @@ class Pending:
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
+
+    def then(self, act: Callable[[], object]) -> Pending:
+        """The same, and something that is done when these messages are there."""
+
+        def finish() -> None:
+            self.wait()
+            act()
+
+        return Pending([], finish)
 
 
 class Communication:
@@ -127,33 +137,26 @@ class Communication:
 
     def failed(self, error: Exception, peers: Iterable[int]) -> ShardwiseError:
         """What to raise: what the rank that failed first has said, or else why this one fails."""
-        return failure(self.comm, self.action, peers, self.about, error)
+        comm, alarm = self.comm, self.world_state.alarm
+        if told := alarm.heard(0.0 if isinstance(error, Mismatch) else GRACE):
+            return LostPeer(told)
+        if isinstance(error, Mismatch):
+            comm.fail(str(error))
+            return error
+        sentence = self._complaint(error, comm.lost_by(error) or peers)
+        comm.fail(sentence)
+        return LostPeer(sentence)
 
-
-def failure(
-    comm: Ranks, action: str, peers: Iterable[int], about: About, error: Exception
-) -> ShardwiseError:
-    """What to raise after a communication that failed; all ranks are told the same."""
-    if told := comm.heard(0.0 if isinstance(error, Mismatch) else GRACE):
-        return LostPeer(told)
-    if isinstance(error, Mismatch):
-        comm.fail(str(error))
-        return error
-    sentence = complaint(comm, action, comm.lost_by(error) or peers, about, error)
-    comm.fail(sentence)
-    return LostPeer(sentence)
-
-
-def complaint(
-    comm: Ranks, action: str, peers: Iterable[int], about: About, error: Exception
-) -> str:
-    """One sentence about a communication that failed: who waited for whom, and in what."""
-    others = [str(comm.global_rank(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
-    whom = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}" if others else "the others"
-    return (
-        f"rank {comm.global_rank(comm.rank)} waited in vain for {whom} in the {action} of "
-        f"{about.name}: {_reason(error)}"
-    )
+    def _complaint(self, error: Exception, peers: Iterable[int]) -> str:
+        """One sentence: who waited for whom, and in what."""
+        comm = self.comm
+        others = [str(comm.global_rank(peer)) for peer in dict.fromkeys(peers) if peer != comm.rank]
+        ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        return (
+            f"rank {comm.global_rank(comm.rank)} waited in vain for "
+            f"{ranks if others else 'the others'} in the {self.action} of {self.about.name}: "
+            f"{_reason(error)}"
+        )
 
 
 def _reason(error: Exception) -> str:

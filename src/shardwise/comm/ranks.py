@@ -15,14 +15,13 @@ from shardwise.comm.carrying import HOST_ONLY, announce, compare
 from shardwise.comm.connecting import ALARM, USES, connect
 from shardwise.comm.groups import Members, backend_of, group_of, known_group
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.pending import About, Communication
+from shardwise.comm.pending import AGREEMENT, About, Communication
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import LostConnection
 from shardwise.comm.world_state import world_state
 from shardwise.errors import ShardwiseError
 
 TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
-AGREEMENT = About("what all ranks must agree on")
 
 
 class Ranks:
@@ -76,15 +75,6 @@ class Ranks:
         """Tells all ranks that nothing can be sent any more; only the first sentence counts."""
         if self.size > 1:
             world_state().alarm.sound(sentence)
-
-    def check(self) -> None:
-        """Raises what ended this world, if something has: nobody knows what is under way."""
-        if self.size > 1:
-            world_state().alarm.check()
-
-    def heard(self, seconds: float) -> str:
-        """The sentence of another rank's failure, if it becomes known in this time."""
-        return world_state().alarm.heard(seconds)
 
     def lost_by(self, error: Exception) -> tuple[int, ...]:
         """The rank at the other end of a connection of our own that was lost, if it was that."""
@@ -155,15 +145,15 @@ class Ranks:
         return tensor.view(-1).view(torch.uint8) if self._backend in HOST_ONLY else tensor
 
     def _raw_numel(self, tensor: torch.Tensor) -> int:
-        return tensor.numel() * (tensor.element_size() if self._backend in HOST_ONLY else 1)
+        return tensor.nbytes if self._backend in HOST_ONLY else tensor.numel()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, about: About = AGREEMENT) -> list[Any]:
         """Every rank's value (small, plain data), in rank order."""
         if self.size == 1:
             return [value]
         everybody = tuple(range(self.size))
         self._connect()
-        talk = Communication(self, "exchange", everybody, AGREEMENT)
+        talk = Communication(self, "exchange", everybody, about)
         with talk.starting():
             compare(announce(talk, everybody, self.group))
             return self._gathered(value)

@@ -104,8 +104,9 @@ class Wire:
                 self._open.over, self._open = True, None
                 self.num_awaited -= 1
 
-    def meet(self, parcel: Parcel, lane: int) -> None:
+    def meet(self, parcel: Parcel) -> None:
         """Awaits a message, whose header may be here already."""
+        lane = lane_of(parcel.header)
         if self._early[lane]:
             self._compare(self._early[lane].popleft(), parcel)
             parcel.over = True
@@ -223,12 +224,11 @@ class Wires:
         wire.push()
         return last
 
-    def receive(
-        self, member: int, lane: int, header: bytes, into: memoryview, timeout: float
-    ) -> Parcel:
+    def receive(self, member: int, header: bytes, into: memoryview, timeout: float) -> Parcel:
+        """Awaits a message, or (without room for it) the header of one that torch carries."""
         wire = self.known[member]
         parcel = Parcel(self, wire, header, into, timeout)
-        wire.meet(parcel, lane)
+        wire.meet(parcel)
         return parcel
 
     def work_until(self, parcel: Parcel) -> None:
@@ -262,7 +262,7 @@ class Wires:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, which stays alive as long as this."""
     assert tensor.is_contiguous() and not tensor.is_cuda, "messages lie in one piece, on the host"
-    array = _bytes(tensor.numel() * tensor.element_size()).from_address(tensor.data_ptr())
+    array = _bytes(tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")  # a tenth of the time that numpy takes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from shardwise.errors import ShardwiseError
-from shardwise.files import sync
+from shardwise.files import sync, write_whole
 
 from .source import Source, check_on_error
 from .store import HEADER, LABEL, LABELS, Description, Header, Stripe, stripe_name
@@ -71,9 +70,8 @@ class _File:
 
     def close(self) -> Stripe:
         """Safe on disk, whatever happens next."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
         self.file.close()
+        sync(Path(self.file.name))
         return Stripe(bytes=self.bytes, crc32=self.crc32)
 
 
@@ -131,10 +129,7 @@ class _Writer:
             labels = file.close()
         description = self.description.model_dump()
         header = Header(**description, num_samples=num_samples, stripes=sums, labels=labels)
-        file = _File(self.folder / HEADER)
-        file.write(header.to_json().encode())
-        file.close()
-        sync(self.folder)
+        write_whole(self.folder / HEADER, header.to_json())
 
 
 def describe(source: Source) -> Description:

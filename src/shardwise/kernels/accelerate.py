@@ -83,7 +83,6 @@ def accelerate(
 def _laid_out(model: nn.Module, last: bool) -> nn.Module:
     twin = copy_structure(model)
     if last:
-        twin._forward_pre_hooks = twin._forward_pre_hooks.copy()  # the original has no part in it
         twin.register_forward_pre_hook(_channels_last)
     return twin
 
@@ -187,7 +186,6 @@ def _watch(
     twin = copy_structure(model)
     for module in twin.modules():  # running statistics change in a forward pass: those of copies
         module._buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
-        module._forward_pre_hooks = module._forward_pre_hooks.copy()
     for name, module in twin.named_modules():
         if type(module) in kinds:
             module.register_forward_pre_hook(

@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 
 from shardwise.kernels.conv_shape import PRECISIONS, is_eager, memory_format, strictly_last
-from shardwise.kernels.native import library
+from shardwise.kernels.native import int64s, library
 from shardwise.kernels.relu import applied
 
 
 class Images(ctypes.Structure):
     """Images as the library reads them."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("n", "c", "pixels", "last", "threads")]
+    _fields_ = int64s("n", "c", "pixels", "last", "threads")
 
 
 def usable(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -5,6 +5,7 @@ x_NCHW, w_FCRS, y_NFPQ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -35,12 +36,8 @@ class ConvShape:
 
     @property
     def out(self) -> tuple[int, int, int, int]:
-        p, q = (
-            (size + 2 * pad - dil * (k - 1) - 1) // step + 1
-            for size, k, step, pad, dil in zip(
-                self.x[2:], self.w[2:], self.stride, self.padding, self.dilation, strict=True
-            )
-        )
+        sizes = self.x[2:], self.w[2:]
+        p, q = num_windows(*sizes, self.stride, self.padding, self.dilation)
         return self.x[0], self.w[0], p, q
 
     @property
@@ -63,6 +60,23 @@ class ConvShape:
             *(*self.x, f, r, s, p, q, *self.stride, *self.padding, *self.dilation, self.groups),
             *(self.last, self.filter_last, relu, threads),
         )
+
+
+def num_windows(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """How many windows there are along each dimension: the sizes of a convolution's output."""
+    parts = zip(sizes, window, stride, padding, dilation, strict=True)
+    return [(n + 2 * pad - dil * (k - 1) - 1) // step + 1 for n, k, step, pad, dil in parts]
+
+
+def pair(value: int | Pair) -> Pair:
+    """A number for each dimension, where one may be given for both."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 def shape_of(

@@ -70,21 +70,7 @@ def forward(
     return _run("fwd", kernel, shape, tensors, shape.out, stock, relu)
 
 
-def backward_data(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, settings: Settings, kernel: str
-) -> torch.Tensor:
-    """dx; of x only the shape counts."""
-    return _backward("dx", dy, x, w, settings, kernel)
-
-
-def backward_filter(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, settings: Settings, kernel: str
-) -> torch.Tensor:
-    """dw; of w only the shape counts."""
-    return _backward("dw", dy, x, w, settings, kernel)
-
-
-def _backward(
+def backward(
     direction: str,
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -92,6 +78,7 @@ def _backward(
     settings: Settings,
     kernel: str,
 ) -> torch.Tensor:
+    """dx, for which only the shape of x counts, or dw, for which only that of w does."""
     data = direction == "dx"
 
     def stock() -> torch.Tensor:

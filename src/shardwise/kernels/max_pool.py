@@ -10,22 +10,17 @@ import torch
 from torch.nn import functional
 
 from shardwise.kernels.batch_norm import usable
-from shardwise.kernels.conv_shape import strictly_last
-from shardwise.kernels.native import library
-
-Pair = tuple[int, int]
+from shardwise.kernels.conv_shape import Pair, pair, strictly_last
+from shardwise.kernels.native import int64s, library
 
 
 class Windows(ctypes.Structure):
     """A pooling as the library reads it."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("n", "c", "h", "w", "p", "q", "r", "s"),
-            *("stride_h", "stride_w", "pad_h", "pad_w", "threads"),
-        )
-    ]
+    _fields_ = int64s(
+        *("n", "c", "h", "w", "p", "q", "r", "s"),
+        *("stride_h", "stride_w", "pad_h", "pad_w", "threads"),
+    )
 
 
 class Pooling(NamedTuple):
@@ -96,9 +91,9 @@ class FastMaxPool2d(torch.nn.MaxPool2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         sizes = (self.kernel_size, self.stride, self.padding)
-        how = Pooling(*map(_pair, sizes), ceil_mode=self.ceil_mode)
+        how = Pooling(*map(pair, sizes), ceil_mode=self.ceil_mode)
         # A window with dilation may have no pixel at all.
-        if self.return_indices or _pair(self.dilation) != (1, 1) or not _takes(input, how):
+        if self.return_indices or pair(self.dilation) != (1, 1) or not _takes(input, how):
             return super().forward(input)  # type: ignore[return-value]
         return NativeMaxPool.apply(input, how)  # type: ignore[return-value]
 
@@ -109,7 +104,3 @@ def _takes(x: torch.Tensor, how: Pooling) -> bool:
         return False
     padded = all(2 * pad <= k for k, pad in zip(how.kernel_size, how.padding, strict=True))
     return padded and min(how.out(x.shape[2:])) > 0
-
-
-def _pair(value: int | Pair) -> Pair:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])

@@ -22,17 +22,19 @@ ISAS = ("avx512", "avx2", "portable")  # a CPU that runs one runs those after it
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}  # as torch names what the CPU has
 
 
+def int64s(*names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
+    """The fields of a structure that the library reads."""
+    return [(name, ctypes.c_int64) for name in names]
+
+
 class ConvProblem(ctypes.Structure):
     """One convolution as the library reads it: x_NCHW, w_FCRS, y_NFPQ."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("n", "c", "h", "w", "f", "r", "s", "p", "q"),
-            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"),
-            *("last", "filter_last", "relu", "threads"),
-        )
-    ]
+    _fields_ = int64s(
+        *("n", "c", "h", "w", "f", "r", "s", "p", "q"),
+        *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"),
+        *("last", "filter_last", "relu", "threads"),
+    )
 
 
 def library_names() -> tuple[str, ...]:

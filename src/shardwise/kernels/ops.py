@@ -9,13 +9,14 @@ convolution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwise.kernels import dispatch
-from shardwise.kernels.conv_shape import channels_last, is_eager, memory_format
-from shardwise.kernels.dispatch import KERNELS, STOCK, KernelChoice, Settings, kernels_for
+from shardwise.kernels.conv_shape import channels_last, is_eager, memory_format, num_windows, pair
+from shardwise.kernels.dispatch import STOCK, KernelChoice, Settings, kernels_for
 
 _TAIL = (
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str fwd, str dx, str dw"
@@ -54,12 +55,8 @@ def conv(
         if name not in kernels_for(direction):
             known = ", ".join(kernels_for(direction))
             raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
-    settings = (_pair(stride), _pair(padding), _pair(dilation), groups)
+    settings = (pair(stride), pair(padding), pair(dilation), groups)
     return convolve(x, w, bias, settings, KernelChoice(fwd, dx, dw), relu)
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 def _settings(tail: Tail) -> Settings:
@@ -115,8 +112,8 @@ class Convolution(torch.autograd.Function):
         if needs_x and needs_w and choice.dx == choice.dw == STOCK:  # it shares work between them
             dx, dw = dispatch.stock_backward(dy, x, w, settings, (True, True))
         else:
-            dx = dispatch.backward_data(dy, x, w, settings, choice.dx) if needs_x else None
-            dw = dispatch.backward_filter(dy, x, w, settings, choice.dw) if needs_w else None
+            dx = dispatch.backward("dx", dy, x, w, settings, choice.dx) if needs_x else None
+            dw = dispatch.backward("dw", dy, x, w, settings, choice.dw) if needs_w else None
         return dx, dw, dy.sum((0, 2, 3)) if needs_bias else None, None, None, None
 
 
@@ -127,15 +124,15 @@ def _conv(x, w, bias, *tail):  # type: ignore[no-untyped-def]
     return dispatch.forward(x, w, bias, _settings(tail), tail[FWD], relu=tail[7])
 
 
-def _conv_dx(dy, x, w, *tail):  # type: ignore[no-untyped-def]
-    return dispatch.backward_data(dy, x, w, _settings(tail), tail[DX])
+def _gradient(direction: str, place: int) -> Callable[..., torch.Tensor]:
+    """The operator of one gradient, by the kernel that the tail names there."""
+    return lambda dy, x, w, *tail: dispatch.backward(
+        direction, dy, x, w, _settings(tail), tail[place]
+    )
 
 
-def _conv_dw(dy, x, w, *tail):  # type: ignore[no-untyped-def]
-    return dispatch.backward_filter(dy, x, w, _settings(tail), tail[DW])
-
-
-for _name, _function in (("conv", _conv), ("conv_dx", _conv_dx), ("conv_dw", _conv_dw)):
+_COMPUTED = {"conv": _conv, "conv_dx": _gradient("dx", DX), "conv_dw": _gradient("dw", DW)}
+for _name, _function in _COMPUTED.items():
     _ops.impl(_name, _function, "CompositeExplicitAutograd")
 
 
@@ -144,12 +141,7 @@ for _name, _function in (("conv", _conv), ("conv_dx", _conv_dx), ("conv_dw", _co
 
 @torch.library.register_fake("shardwise::conv")
 def _fake_conv(x, w, bias, stride, padding, dilation, groups, *_rest):  # type: ignore[no-untyped-def]
-    sizes = (
-        (size + 2 * pad - dil * (k - 1) - 1) // step + 1
-        for size, k, step, pad, dil in zip(
-            x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
-        )
-    )
+    sizes = num_windows(x.shape[2:], w.shape[2:], stride, padding, dilation)
     form = memory_format(channels_last(x, w))
     return torch.empty(
         (x.shape[0], w.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=form
@@ -214,5 +206,3 @@ def _dw_gradients(ctx, ddw):  # type: ignore[no-untyped-def]
 torch.library.register_autograd("shardwise::conv", _conv_gradients, setup_context=_keep)
 torch.library.register_autograd("shardwise::conv_dx", _dx_gradients, setup_context=_keep_all)
 torch.library.register_autograd("shardwise::conv_dw", _dw_gradients, setup_context=_keep_all)
-
-__all__ = ["KERNELS", "STOCK", "conv"]

@@ -5,13 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 
 import torch
 
 from shardwise.kernels import dispatch
 from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
-from shardwise.kernels.dispatch import STOCK, KernelChoice, Settings, kernels_for
-from shardwise.kernels.kernel_times import Times, Winners, fits
+from shardwise.kernels.dispatch import (
+    INEXACT,
+    STOCK,
+    KernelChoice,
+    Settings,
+    kernels_for,
+    workspace_bytes,
+)
+from shardwise.kernels.kernel_times import Times, Winners
 from shardwise.kernels.native import DIRECTIONS
 from shardwise.kernels.ops import convolve
 
@@ -43,17 +51,20 @@ class Tuner:
         return self._choices[shape]
 
     def _best(self, shape: ConvShape, direction: str) -> str:
-        best = self.winners.best(shape, direction, self.memory_bytes, self.exact)
         times = self.winners.times(shape, direction)
-        if best is None or times[best] > MARGIN * times.get(STOCK, float("inf")):
-            return STOCK
-        return best
+        allowed = [name for name in times if self._fits(name, direction, shape)]
+        best = min(allowed, key=times.__getitem__, default=STOCK)
+        return best if times.get(best, inf) <= MARGIN * times.get(STOCK, inf) else STOCK
+
+    def _fits(self, kernel: str, direction: str, shape: ConvShape) -> bool:
+        """Whether a kernel takes this shape inside the limits; the stock operator always does."""
+        needed = workspace_bytes(kernel, direction, shape, self.winners.threads)
+        roomy = self.memory_bytes is None or needed <= self.memory_bytes
+        return needed >= 0 and roomy and not (self.exact and kernel in INEXACT)
 
     def candidates(self, shape: ConvShape, direction: str) -> list[str]:
         """Every kernel that may be chosen, the stock operator first."""
-        threads, limits = self.winners.threads, (self.memory_bytes, self.exact)
-        names = kernels_for(direction)
-        return [name for name in names if fits(name, direction, shape, threads, *limits)]
+        return [name for name in kernels_for(direction) if self._fits(name, direction, shape)]
 
     def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> KernelChoice:
         """Times what has not been timed yet on random numbers, then chooses."""
@@ -116,8 +127,7 @@ def call(
     """One direction of one convolution, ready to be timed."""
     if direction == "fwd":
         return lambda: dispatch.forward(x, w, None, how, kernel)
-    backward = dispatch.backward_data if direction == "dx" else dispatch.backward_filter
-    return lambda: backward(dy, x, w, how, kernel)
+    return lambda: dispatch.backward(direction, dy, x, w, how, kernel)
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> Times:

@@ -76,7 +76,8 @@ def probe(
         found: list[Found] = gathered
     else:
         found = run_local(_measure, world, wanted, specs, again, sums)
-    _keep(found)
+    times = _median_times([own.times for own in found])
+    TimeTable(found[0].device, seconds=times).save()
     memory = int(_machine_memory() * 0.9) // world
     cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
     cluster = _with_sums(cluster, found[0], launched_switches(world))
@@ -119,19 +120,14 @@ def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
     works: dict[str, Work] = {}
     cluster = Cluster.load("local").with_workers(world)
     for graph in graphs:
-        works |= {
-            work.key: work for work in all_works(_splits(graph, cluster), first_layers(graph))
-        }
+        candidates = Costs(graph, cluster).candidates
+        splits = [
+            Split(layer, config, world)
+            for layer in graph.layers
+            for config in candidates.configs(layer, graph.batch)
+        ]
+        works |= {work.key: work for work in all_works(splits, first_layers(graph))}
     return list(works.values())
-
-
-def _splits(graph: LayerGraph, cluster: Cluster) -> list[Split]:
-    candidates = Costs(graph, cluster).candidates
-    return [
-        Split(layer, config, cluster.world)
-        for layer in graph.layers
-        for config in candidates.configs(layer, graph.batch)
-    ]
 
 
 def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool = False) -> Found:
@@ -176,11 +172,6 @@ def _steps(spec: ModelSpec, comm: Communicator) -> list[float]:
             seconds.append(time.perf_counter() - start)
         found.append(statistics.median(seconds[1:]))
     return found
-
-
-def _keep(found: list[Found]) -> None:
-    """Adds the median over ranks of every new time to the table on disk."""
-    TimeTable(found[0].device, _median_times([own.times for own in found])).save()
 
 
 def _median_times(ranks: list[Times]) -> Times:

@@ -127,15 +127,11 @@ def race(
     for _ in range(runs + warm_up):
         for way in ways:
             times[way].append(_timed(lane, lambda way=way: sum_once(way), in_a_row(nbytes)))
-    return {
-        way: [max(run) for run in zip(*every, strict=True)][warm_up:]
-        for way, every in _of_all(lane, times).items()
-    }
-
-
-def _of_all(lane: Communicator, times: dict[Way, list[float]]) -> dict[Way, list[list[float]]]:
     every = lane.gather_objects(times)
-    return {way: [own[way] for own in every] for way in times}
+    return {
+        way: [max(run) for run in zip(*(own[way] for own in every), strict=True)][warm_up:]
+        for way in ways
+    }
 
 
 def _timed(lane: Communicator, function: Callable[[], None], count: int = 1) -> float:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from shardwise.cluster.cluster import Cluster, Device, Link
-from shardwise.comm import Communicator
+from shardwise.comm import Communicator, Pending
+from shardwise.kernels.kernel_times import cpu_name
+from shardwise.kernels.tuner import seconds
 from shardwise.operators import Local, Split, strategy_of
 from shardwise.planner.layer_times import Work
 
@@ -42,15 +42,7 @@ def device_name(threads: int) -> str:
     """What times are kept under: the device and the threads that computed."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} torch {torch.__version__}"
-    return f"{_processor()} {threads} threads torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return f"{cpu_name(('model name',))} {threads} threads torch {torch.__version__}"
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -163,12 +155,13 @@ def measure_speeds(comm: Communicator) -> Speeds:
 
 
 def _median(function: Callable[[], object], runs: int = 9) -> float:
-    times = []
-    for _ in range(runs + 2):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return statistics.median([seconds(function) for _ in range(runs + 2)][2:])
+
+
+def _seconds_together(comm: Communicator, function: Callable[[], object]) -> float:
+    """What this rank takes where all begin at the same moment."""
+    comm.gather_objects(None)
+    return seconds(function)
 
 
 def _amid_work(comm: Communicator, message: Callable[[], object]) -> float:
@@ -180,38 +173,39 @@ def _amid_work(comm: Communicator, message: Callable[[], object]) -> float:
     """
     x, w = torch.rand(4, 32, 32, 32), torch.rand(32, 32, 3, 3)
 
-    def seconds(act: Callable[[], object]) -> float:
-        comm.gather_objects(None)
-        start = time.perf_counter()
+    def work(act: Callable[[], object]) -> None:
         for _ in range(MESSAGES):
             torch.conv2d(x, w, padding=1)
             act()
-        return max(comm.gather_objects(time.perf_counter() - start))
 
-    rounds = [(seconds(message), seconds(lambda: None)) for _ in range(4)]
+    def slowest(act: Callable[[], object]) -> float:
+        return max(comm.gather_objects(_seconds_together(comm, lambda: work(act))))
+
+    rounds = [(slowest(message), slowest(lambda: None)) for _ in range(4)]
     more = [both - alone for both, alone in rounds[1:]]
     return max(statistics.median(more) / MESSAGES, 1e-6)
 
 
-def _exchange_seconds(comm: Communicator, numel: int) -> float:
+def _ring(comm: Communicator, numel: int) -> Callable[[], Pending]:
     """Every rank sends to the next and receives from the one before, all at once."""
-    if comm.size == 1:
-        return 0.0
     sent, received = torch.zeros(numel), torch.zeros(numel)
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return _amid_work(comm, lambda: comm.exchange([(ahead, sent)], [(behind, received)]).wait())
+    return lambda: comm.exchange([(ahead, sent)], [(behind, received)])
+
+
+def _exchange_seconds(comm: Communicator, numel: int) -> float:
+    exchange = _ring(comm, numel)
+    return _amid_work(comm, lambda: exchange().wait()) if comm.size > 1 else 0.0
 
 
 def _post_seconds(comm: Communicator) -> float:
     """A rank's own time to start one message, of the two that an exchange starts."""
     if comm.size == 1:
         return 0.0
-    sent, received = torch.zeros(SMALL), torch.zeros(SMALL)
-    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    times = []
+    exchange, times = _ring(comm, SMALL), []
     for _ in range(MESSAGES):
         start = time.perf_counter()
-        pending = comm.exchange([(ahead, sent)], [(behind, received)])
+        pending = exchange()
         times.append(time.perf_counter() - start)
         pending.wait()
     return statistics.median(times) / 2
@@ -219,9 +213,7 @@ def _post_seconds(comm: Communicator) -> float:
 
 def _sum_seconds(comm: Communicator, numel: int) -> float:
     x, ranks = torch.zeros(numel), tuple(range(comm.size))
-    if comm.size == 1:
-        return 0.0
-    return _amid_work(comm, lambda: comm.all_reduce(ranks, x).wait())
+    return _amid_work(comm, lambda: comm.all_reduce(ranks, x).wait()) if comm.size > 1 else 0.0
 
 
 def _overlap(comm: Communicator) -> float:
@@ -240,15 +232,8 @@ def _overlap(comm: Communicator) -> float:
         compute()
         pending.wait()
 
-    rounds = []
-    for _ in range(6):
-        times = []
-        for work in (compute, lambda: comm.all_reduce(ranks, data).wait(), both):
-            comm.gather_objects(None)
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        rounds.append(times)
+    works = (compute, lambda: comm.all_reduce(ranks, data).wait(), both)
+    rounds = [[_seconds_together(comm, work) for work in works] for _ in range(6)]
     alone, summing, together = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
     hidden = (alone + summing - together) / min(alone, summing)
     return min(max(hidden, 0.0), 1.0)
@@ -256,8 +241,7 @@ def _overlap(comm: Communicator) -> float:
 
 def _flops() -> float:
     x, w = torch.rand(8, 64, 32, 32), torch.rand(64, 64, 3, 3)
-    seconds = _median(lambda: torch.conv2d(x, w, padding=1))
-    return 2.0 * 8 * 64 * 64 * 9 * 32 * 32 / seconds
+    return 2.0 * 8 * 64 * 64 * 9 * 32 * 32 / _median(lambda: torch.conv2d(x, w, padding=1))
 
 
 def _memory_bandwidth() -> float:
@@ -269,9 +253,7 @@ def _memory_bandwidth() -> float:
     times = []
     for run in range(11):
         scratch.fill_(run)
-        start = time.perf_counter()
-        torch.cat([part, part], dim=1)
-        times.append(time.perf_counter() - start)
+        times.append(seconds(lambda: torch.cat([part, part], dim=1)))
     return 2.0 * 4 * 2 * part.numel() / statistics.median(times[2:])
 
 

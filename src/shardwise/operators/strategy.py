@@ -23,6 +23,7 @@ from shardwise.graph.labels import default_dims, inherited_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, Requests
 from shardwise.operators.splits import LABEL_AXES, Split
+from shardwise.tensors import Wait
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Need:
     fill: float = 0.0
 
 
-Wait = Callable[[], torch.Tensor]
 Function = Callable[[list[torch.Tensor]], torch.Tensor]
 Gradients = Callable[[], list[torch.Tensor | None]]  # of a layer's weights, in their order
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.errors import ShardwiseError
-from shardwise.files import alone_with, write_whole
+from shardwise.files import TimesFile
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split, strategy_of
 from shardwise.planner.layer_costs import Roofline, Timer, differentiable
-
-FORMAT = "shardwise-times-1"
 
 
 @dataclass(frozen=True)
@@ -78,48 +73,18 @@ def _shapes_text(row: np.ndarray, layouts: list) -> str:
 
 
 @dataclass
-class TimeTable:
-    """Measured seconds by share of a layer, for one kind of device; kept in a JSON file."""
+class TimeTable(TimesFile):
+    """Measured seconds by share of a layer, forward and backward, for one kind of device."""
 
     device: str
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    @classmethod
-    def path(cls, device: str) -> Path:
-        """Where the times of a device are kept; SHARDWISE_CACHE names another folder."""
-        home = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
-        safe = "".join(c if c.isalnum() else "-" for c in device)
-        return Path(home) / f"times-{safe}.json"
+    format = "shardwise-times-1"
+    kind = TypeAdapter(dict[str, tuple[float, float]])
+    what, remedy, raises = "measured times", "remove the file and probe again", True
 
-    @classmethod
-    def load(cls, device: str) -> TimeTable:
-        path = cls.path(device)
-        if not path.exists():
-            return cls(device)
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r} is not {FORMAT!r}")
-            times = {key: (float(a), float(b)) for key, (a, b) in data["seconds"].items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ShardwiseError(
-                f"the measured times in {str(path)!r} cannot be read ({error}); remove the file "
-                "and probe again"
-            ) from None
-        return cls(device, times)
-
-    def save(self) -> None:
-        """Adds these times to those on disk, where another may have put some meanwhile."""
-        path = self.path(self.device)
-        try:
-            with alone_with(path):
-                known = TimeTable.load(self.device).seconds
-                data = {"format": FORMAT, "device": self.device, "seconds": known | self.seconds}
-                write_whole(path, json.dumps(data))
-        except OSError as error:
-            raise ShardwiseError(
-                f"the measured times cannot be kept in {str(path)!r}: {error.strerror or error}"
-            ) from None
+    @property
+    def name(self) -> str:
+        return f"times {self.device}"
 
     def missing(self, wanted: Iterable[Work]) -> list[Work]:
         """The works that are not measured yet, each once."""

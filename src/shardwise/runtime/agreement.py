@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import About, Communicator
+from shardwise.comm import AGREEMENT, Communicator
 from shardwise.errors import ShardwiseError, one_line
 
 LOOKED_AT = 1 << 16  # elements of a tensor that its checksum is made of
-ABOUT = About("what all ranks must agree on", "agreement")
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def start_gathering(own: torch.Tensor, comm: Communicator) -> Callable[[], list[
     """Sends this rank's numbers to all; what it returns waits for every rank's, in rank order."""
     own = own.to("cuda" if comm.backend == "nccl" else "cpu")
     everyone = [torch.empty_like(own) for _ in range(comm.size)]
-    pending = comm.all_gather(tuple(range(comm.size)), everyone, own, ABOUT)
+    pending = comm.all_gather(tuple(range(comm.size)), everyone, own, AGREEMENT)
 
     def arrive() -> list[list[Any]]:
         pending.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import About, Communicator
-from shardwise.comm.exchange import Delivery, Wait
+from shardwise.comm.exchange import Delivery
 from shardwise.geometry.box import Box
 from shardwise.geometry.transfer import Slices, Transfer
 from shardwise.graph.layer_graph import LayerGraph
@@ -18,6 +18,7 @@ from shardwise.operators import Gradients, Local, strategy_of
 from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
+from shardwise.tensors import Wait
 
 Blocks = Mapping[int, BlockFunction]  # by the id of their Run
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.cluster.measured_sums import Algorithm
-from shardwise.comm.communicator import ANYTHING, About, Communicator, Messages, Pending
+from shardwise.comm import ANYTHING, About, Communicator, Pending
+from shardwise.comm.communicator import Messages
 
 
 @dataclass(frozen=True)
