@@ -48,7 +48,7 @@ def declared(program: Program, rank: int, module: nn.Module) -> tuple[Counter, C
 
     def counts(op: Op) -> bool:
         """Statistics are summed by layers in training mode."""
-        owner = op.local.attrs.get("module")
+        owner = op.local.layer.traits.module
         return op.sums is not None and (owner is None or module.get_submodule(owner).training)
 
     def messages(elements: np.ndarray, value: str) -> Counter:

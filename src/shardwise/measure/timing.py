@@ -107,7 +107,7 @@ def _share(
     sums = strategy.sums(split)
     box = sums[work.rank] if sums is not None else None
     result = (strategy.partial(split) or strategy.output(split))[work.rank]
-    in_place = bool(layer.attrs.get("in_place")) and work.input_gradient
+    in_place = layer.traits.in_place and work.input_gradient
     local = Local(
         layer,
         work.config,

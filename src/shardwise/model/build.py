@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
 from shardwise.graph.labels import default_dims, each_once
-from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot
+from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot, Traits
 from shardwise.model.in_place import is_counter
 from shardwise.model.source_lines import line_of_node, located
 from shardwise.model.templates import call_template
@@ -133,7 +133,6 @@ class Builder:
         operands = [self._operand(tensor) for tensor in tensors]
         if strategy.reads_beyond:
             operands[0] = self._as_value(node, operands[0])
-        attrs = request.attrs | {"present": tuple(o is not None for o in operands)}
         values = [o for o in operands if o is not None and o.kind == "value"]
         inputs = [(o.shape, self.layers[o.name].dims) for o in values]
         called: dict[str, Any] = {}
@@ -147,8 +146,10 @@ class Builder:
             op=request.op,
             operands=() if strategy.shapes_only else tuple(o for o in operands if o is not None),
             shape=shape,
-            dims=request.dims or each_once(strategy.labels(attrs, shape, inputs), shape),
-            attrs=attrs,
+            dims=request.dims or each_once(strategy.labels(request.attrs, shape, inputs), shape),
+            attrs=request.attrs,
+            traits=request.traits,
+            present=tuple(o is not None for o in operands),
             dtype=value.dtype,
             scalar=value.ndim == 0 and shape == (1,),
             **called,
@@ -162,14 +163,15 @@ class Builder:
         if operand.kind == "value":
             return operand
         dims, slot = default_dims(operand.shape), (Slot(0),)
-        attrs = {"present": (True,), "called": "clone", "in_place": False, "written": False}
         layer = Layer(
             name=self._unique(f"{operand.name}.clone"),
             op="pointwise",
             operands=(operand,),
             shape=operand.shape,
             dims=dims,
-            attrs=attrs,
+            attrs=None,
+            traits=Traits(called="clone"),
+            present=(True,),
             target="aten.clone.default",
             args=slot,
             dtype=node.meta["val"].dtype,

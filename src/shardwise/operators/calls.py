@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 from shardwise.errors import CaptureError
+from shardwise.graph.labels import default_dims
+from shardwise.graph.layer_graph import Traits
 
 # -- nodes of a graph ------------------------------------------------------------------------------
 
@@ -90,9 +92,10 @@ class Request:
 
     op: str
     tensors: tuple[Any, ...]
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: Any = None  # of the class that its operator has for them
     shape: tuple[int, ...] | None = None  # of the result, where it is not that of the call
     dims: str | None = None  # its labels, where they do not follow from those of its tensors
+    traits: Traits = field(default_factory=Traits)
 
 
 class Previous:
@@ -175,13 +178,13 @@ class Call:
         value = self.node.meta["val"]
         return self.model.shape_of(value if self.item is None else value[self.item])
 
-    def mode(self, flag: bool) -> dict[str, Any]:
+    def mode(self, flag: bool) -> Traits:
         """Which module's training flag rules, and whether the operator ignores it."""
-        return {
-            "module": self.model.module_of(self.node),
-            "always": bool(flag) and not self.model.training,
-            "never": not flag and self.model.training,  # F.dropout(training=False), say
-        }
+        return Traits(
+            module=self.model.module_of(self.node),
+            always=bool(flag) and not self.model.training,
+            never=not flag and self.model.training,  # F.dropout(training=False), say
+        )
 
     def check_written(self, *names: str) -> None:
         """What a norm writes into belongs to the model."""
@@ -201,6 +204,14 @@ def per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
     """An attribute given once or per spatial dimension, as one number per dimension."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * num_dims if len(values) == 1 else values
+
+
+def of_samples(call: Call, request: Request, num_dims: int) -> Request | Requests:
+    """An operator on samples, or on a single one: a batch of one, then."""
+    given = call.shape()
+    if len(given) != num_dims + 1:
+        return request
+    return reshaped(call, request, (1, *given), (1, *call.result), default_dims((1, *given)))
 
 
 def reshaped(

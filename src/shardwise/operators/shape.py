@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from shardwise.errors import CaptureError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims, view_dims, view_groups
+from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
+from shardwise.operators.reduce import DimAttrs
 from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Function, Local, Need, Strategy, narrow
+from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow
+
+Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
 
 
 class Moves(Strategy):
@@ -57,9 +61,7 @@ class View(Moves):
             )
         return Request("view", (call.x,))
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
+    def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
         return view_dims(inputs[0], shape) if inputs else default_dims(shape)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
@@ -122,6 +124,11 @@ def _lead(dims: list[int], shape: tuple[int, ...]) -> int | None:
     return next((d for d in dims if shape[d] > 1), None)
 
 
+@dataclass(frozen=True)
+class PermuteAttrs:
+    order: tuple[int, ...]
+
+
 @operator("permute", "permute", "transpose", "t")
 class Permute(Moves):
     def read(self, call: Call) -> Request:
@@ -134,20 +141,18 @@ class Permute(Moves):
         elif order:
             a, b = call["dim0"], call["dim1"]
             order[a], order[b] = order[b], order[a]
-        return Request("permute", (call.x,), {"order": tuple(order) or (0,)})
+        return Request("permute", (call.x,), PermuteAttrs(tuple(order) or (0,)))
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return "".join(inputs[0][1][d] for d in attrs["order"]) if inputs else default_dims(shape)
+    def labels(self, attrs: PermuteAttrs, shape: Shape, inputs: Inputs) -> str:
+        return "".join(inputs[0][1][d] for d in attrs.order) if inputs else default_dims(shape)
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        order = split.layer.attrs["order"]
+    def needs(self, split: Split[PermuteAttrs]) -> tuple[Need, ...]:
+        order = split.layer.attrs.order
         ranges = [split.dim_ranges(order.index(dim)) for dim in range(len(order))]
         return (Need(Layout.of(split.layer.operands[0].shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].permute(local.attrs["order"])
+    def run(self, local: Local[PermuteAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].permute(local.attrs.order)
 
 
 @operator("cat", "cat")
@@ -159,10 +164,10 @@ class Cat(Moves):
         ranks = {len(call.shape(tensor)) for tensor in tensors}
         if len(ranks) > 1:  # legacy empty tensors
             return None
-        return Request("cat", tensors, {"dim": call["dim"] % ranks.pop()})
+        return Request("cat", tensors, DimAttrs(call["dim"] % ranks.pop()))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        dim = split.layer.attrs["dim"]
+    def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
+        dim = split.layer.attrs.dim
         ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
         needs, offset = [], 0
         for operand in split.layer.operands:
@@ -173,14 +178,20 @@ class Cat(Moves):
             offset += size
         return tuple(needs)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[DimAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         parts = [t for t, box in zip(tensors, local.needs, strict=True) if not box.empty]
         kind = reduce(torch.promote_types, [t.dtype for t in tensors])  # of those elsewhere too
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs["dim"])
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs.dim)
         return joined.to(kind)
 
 
 CHUNKS = ("chunk", "split", "split_with_sizes")
+
+
+@dataclass(frozen=True)
+class SliceAttrs(DimAttrs):
+    start: int
+    step: int = 1
 
 
 @operator("slice", "slice", "narrow", "select", "unbind", *CHUNKS)
@@ -203,25 +214,32 @@ class Slice(Moves):
         else:  # one index of a dimension: a slice, then a view without that dimension
             start = (call["index"] if call.name == "select" else call.item) % shape[dim]
             cut = (*shape[:dim], 1, *shape[dim + 1 :])
-            attrs = {"dim": dim, "start": start, "step": 1}
-            return [Request("slice", (call.x,), attrs, cut), Request("view", (PREVIOUS,))]
-        return Request("slice", (call.x,), {"dim": dim, "start": start, "step": step})
+            part = Request("slice", (call.x,), SliceAttrs(dim, start), cut)
+            return [part, Request("view", (PREVIOUS,))]
+        return Request("slice", (call.x,), SliceAttrs(dim, start, step))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
+    def needs(self, split: Split[SliceAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
         ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
-        cut = ranges[attrs["dim"]]
-        starts = cut[:, 0] * attrs["step"] + attrs["start"]
-        stops = (cut[:, 1] - 1) * attrs["step"] + attrs["start"] + 1
+        cut = ranges[attrs.dim]
+        starts = cut[:, 0] * attrs.step + attrs.start
+        stops = (cut[:, 1] - 1) * attrs.step + attrs.start + 1
         filled = (cut[:, 1] > cut[:, 0])[:, None]
-        ranges[attrs["dim"]] = np.stack([starts, stops], axis=1) * filled
+        ranges[attrs.dim] = np.stack([starts, stops], axis=1) * filled
         return (Need(Layout.of(shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        step = local.attrs["step"]
+    def run(self, local: Local[SliceAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        step = local.attrs.step
         if step == 1:
             return tensors[0]
-        return tensors[0][(slice(None),) * local.attrs["dim"] + (slice(None, None, step),)]
+        return tensors[0][(slice(None),) * local.attrs.dim + (slice(None, None, step),)]
+
+
+@dataclass(frozen=True)
+class PadAttrs:
+    pads: Pads
+    mode: str
+    value: float
 
 
 @operator("pad", "pad", "constant_pad_nd")
@@ -239,16 +257,22 @@ class Pad(Moves):
         pads = tuple((flat[2 * i], flat[2 * i + 1]) for i in reversed(range(len(shape))))
         if mode != "constant":
             return EdgePad.along(call.x, shape, pads, mode)
-        return Request("pad", (call.x,), {"pads": pads, "mode": mode, "value": call["value"] or 0})
+        return Request("pad", (call.x,), PadAttrs(pads, mode, call["value"] or 0))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
+    def needs(self, split: Split[PadAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
-        ranges = [split.dim_ranges(d) - attrs["pads"][d][0] for d in range(len(shape))]
+        ranges = [split.dim_ranges(d) - attrs.pads[d][0] for d in range(len(shape))]
         ranges = [r * split.used[:, None] for r in ranges]
-        return (Need(Layout.of(shape, ranges), float(attrs["value"])),)
+        return (Need(Layout.of(shape, ranges), float(attrs.value)),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
+
+
+@dataclass(frozen=True)
+class EdgePadAttrs(DimAttrs):
+    mode: str  # circular, reflect or replicate
+    edges: tuple[int, int]
 
 
 @operator("edge_pad")
@@ -261,15 +285,13 @@ class EdgePad(Moves):
     part_of_layer = True
 
     @staticmethod
-    def along(
-        x: Any, shape: tuple[int, ...], pads: tuple[tuple[int, int], ...], mode: str
-    ) -> Requests:
+    def along(x: Any, shape: Shape, pads: Pads, mode: str) -> Requests:
         """Padding with the tensor's own values, one dimension after the other."""
         made, found = list(shape), []
         for dim, edges in enumerate(pads):
             if any(edges):
                 made[dim] += sum(edges)
-                attrs = {"mode": mode, "dim": dim, "edges": edges}
+                attrs = EdgePadAttrs(dim, mode, edges)
                 tensors = (PREVIOUS if found else x,) * 3
                 found.append(Request("edge_pad", tensors, attrs, tuple(made)))
         return found
@@ -277,21 +299,21 @@ class EdgePad(Moves):
     def needs(self, split: Split) -> tuple[Need, ...]:
         return tuple(Need(Layout.of(split.layer.operands[0].shape, r)) for r in self._parts(split))
 
-    def _parts(self, split: Split) -> list[list[Ranges]]:
+    def _parts(self, split: Split[EdgePadAttrs]) -> list[list[Ranges]]:
         dim, size, left, right = _padded_dim(split.layer)
         ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
         start, stop = (ranges[dim] - left).T
         parts = []
-        for low, high, source in _edge_sources(split.layer.attrs["mode"], size, left, right):
+        for low, high, source in _edge_sources(split.layer.attrs.mode, size, left, right):
             a, b = np.maximum(start, low), np.minimum(stop, high)
             cut = source(a, b)
             keep = ((b > a) & split.used)[:, None]
             parts.append([*ranges[:dim], np.stack(cut, axis=1) * keep, *ranges[dim + 1 :]])
         return parts
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[EdgePadAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         dim, size, left, right = _padded_dim(local.layer)
-        mode = local.attrs["mode"]
+        mode = local.attrs.mode
         start, stop = local.output.starts[dim] - left, local.output.stops[dim] - left
         parts = []
         edges = [(-left, 0), (0, size), (size, size + right)]
@@ -310,10 +332,10 @@ class EdgePad(Moves):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _padded_dim(layer: Layer) -> tuple[int, int, int, int]:
+def _padded_dim(layer: Layer[EdgePadAttrs]) -> tuple[int, int, int, int]:
     """The dimension that is padded, its size and the padding left and right."""
-    dim = layer.attrs["dim"]
-    left, right = layer.attrs["edges"]
+    dim = layer.attrs.dim
+    left, right = layer.attrs.edges
     return dim, layer.operands[0].shape[dim], left, right
 
 
@@ -342,6 +364,11 @@ def _edge_sources(mode: str, size: int, left: int, right: int) -> list:
     ]
 
 
+@dataclass(frozen=True)
+class PixelShuffleAttrs:
+    factor: int
+
+
 @operator("pixel_shuffle", "pixel_shuffle")
 class PixelShuffle(Moves):
     """Depth to space: r*r channels become a square of r x r positions."""
@@ -349,18 +376,18 @@ class PixelShuffle(Moves):
     def read(self, call: Call) -> Request | None:
         if len(call.shape()) != 4:
             return None
-        return Request("pixel_shuffle", (call.x,), {"factor": call["upscale_factor"]})
+        return Request("pixel_shuffle", (call.x,), PixelShuffleAttrs(call["upscale_factor"]))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        shape, r = split.layer.operands[0].shape, split.layer.attrs["factor"]
+    def needs(self, split: Split[PixelShuffleAttrs]) -> tuple[Need, ...]:
+        shape, r = split.layer.operands[0].shape, split.layer.attrs.factor
         ranges = [split.dim_ranges(0), split.dim_ranges(1) * r * r]
         for dim in (2, 3):
             cut = split.dim_ranges(dim)
             ranges.append(np.stack([cut[:, 0] // r, -(-cut[:, 1] // r)], axis=1))
         return (Need(Layout.of(shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        r, held = local.attrs["factor"], local.needs[0]
+    def run(self, local: Local[PixelShuffleAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        r, held = local.attrs.factor, local.needs[0]
         y = torch.pixel_shuffle(tensors[0], r)
         starts = (*local.output.starts[:2], held.starts[2] * r, held.starts[3] * r)
         stops = (*local.output.stops[:2], held.stops[2] * r, held.stops[3] * r)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from shardwise.geometry.grid import AXES, Config
 from shardwise.geometry.layout import Layout, Ranges, block
-from shardwise.graph.layer_graph import Layer
+from shardwise.graph.layer_graph import Attrs, Layer
 
 # The grid axes that split a dimension of this label. Channels of an output are split by filters
 # and input channels together, linearised (P2): x and y then live in the same layout.
@@ -93,10 +93,10 @@ class Stack(Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Split(Generic[Attrs]):
     """A layer under a config, on so many ranks."""
 
-    layer: Layer
+    layer: Layer[Attrs]
     config: Config
     world: int
     stack: Stack | None = None

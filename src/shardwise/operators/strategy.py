@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import default_dims, inherited_dims
-from shardwise.graph.layer_graph import Layer
+from shardwise.graph.labels import Shape, default_dims, inherited_dims
+from shardwise.graph.layer_graph import Attrs, Layer
 from shardwise.operators.calls import Call, Request, Requests
 from shardwise.operators.splits import LABEL_AXES, Split
 
@@ -33,16 +33,17 @@ class Need:
     fill: float = 0.0
 
 
+Inputs = list[tuple[Shape, str]]  # the shape and the labels of each layer that is read
 Wait = Callable[[], torch.Tensor]
 Function = Callable[[list[torch.Tensor]], torch.Tensor]
 Gradients = Callable[[], list[torch.Tensor | None]]  # of a layer's weights, in their order
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Generic[Attrs]):
     """One rank's share of a layer, with what `run` may ask of the runtime."""
 
-    layer: Layer
+    layer: Layer[Attrs]
     config: Config
     output: Box  # of the partial result where there is one
     needs: tuple[Box, ...]
@@ -56,7 +57,7 @@ class Local:
     device: torch.device | None = None  # where tensors that are made here belong
 
     @cached_property
-    def attrs(self) -> Any:
+    def attrs(self) -> Attrs:
         return self.layer.attrs
 
     @cached_property
@@ -68,7 +69,7 @@ class Local:
     def tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The operands in the operator's fixed order, None for those left out."""
         present = iter(tensors)
-        return [next(present) if there else None for there in self.attrs["present"]]
+        return [next(present) if there else None for there in self.layer.present]
 
 
 def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], Any]:
@@ -118,9 +119,7 @@ class Strategy:
         """The layers that compute a call; None where this operator cannot: it runs whole then."""
         raise NotImplementedError
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
+    def labels(self, attrs: Any, shape: Shape, inputs: Inputs) -> str:
         """The labels of the output's dimensions, from the shapes and labels of what it reads."""
         return default_dims(shape) if self.labels_by_position else inherited_dims(shape, inputs)
 
@@ -246,9 +245,8 @@ class Strategy:
 
 def is_active(local: Local) -> bool:
     """Whether a layer with two modes behaves as in training."""
-    if local.attrs["never"]:
-        return False
-    return local.attrs["always"] or local.module.training
+    traits = local.layer.traits
+    return not traits.never and (traits.always or local.module.training)
 
 
 STRAIGHT = Strategy()

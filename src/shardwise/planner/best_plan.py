@@ -96,7 +96,7 @@ def predict(plan: Plan, costs: Costs) -> Prediction:
         rows.append(
             PlannedLayer(
                 layer.name,
-                str(layer.attrs.get("called", layer.op)),
+                layer.traits.called or layer.op,
                 config,
                 float(own.compute[place]),
                 transfer,

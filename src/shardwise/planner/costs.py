@@ -196,7 +196,7 @@ class Costs:
     def key(self, layer: Layer) -> Hashable:
         """What layers that cost the same have in common."""
         if layer.name not in self._keys:
-            attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
+            attrs = ((k, repr(v)) for k, v in layer.facts.items() if k != "module")
             operands = tuple((o.kind, o.shape) for o in layer.operands)
             looks = layer.op, layer.shape, layer.dims, tuple(attrs), operands
             looks = *looks, self._saves(layer), layer.name in self.differentiable

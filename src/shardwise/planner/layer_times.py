@@ -72,8 +72,8 @@ def _config_at(split: Split, rank: int) -> tuple[Config, int]:
 
 def _described(layer: Layer) -> str:
     """What an operator computes, without names and sizes."""
-    attrs = {k: v for k, v in sorted(layer.attrs.items()) if k != "module"}
-    return f"{layer.op} {attrs}"
+    facts = {k: v for k, v in layer.facts.items() if k != "module"}
+    return f"{layer.op} {facts}"
 
 
 def _shapes_text(row: np.ndarray, layouts: list) -> str:

@@ -113,7 +113,7 @@ def _layer(
     config = plan.config(layer, findings.costs.graph)
     data: dict[str, Any] = {
         "name": layer.name,
-        "op": str(layer.attrs.get("called", layer.op)),
+        "op": layer.traits.called or layer.op,
         "shape": list(layer.shape),
         "split": str(config),
         "kind": split_kind(config),

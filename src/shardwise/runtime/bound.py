@@ -56,11 +56,12 @@ class Bound:
     def _share(self, types: Types, op: Op) -> Local:
         """The op's share, with the communication and the module that it may ask for."""
         name, late = op.local.layer.name, self.late
+        path = op.local.layer.traits.module
         params = [source.name for source in op.operands if source.kind == "param"]
         return replace(
             op.local,
             device=types.device,
-            module=self.modules.get(op.local.attrs.get("module", None)),
+            module=self.modules.get(path) if path is not None else None,
             sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
             gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
             later=lambda gradients: late.append((params, gradients)),
@@ -109,7 +110,8 @@ class Bound:
     def counting(self) -> list[Any]:
         """The modules that count the batches they have seen."""
         layers = [each for each in self.graph.layers if strategy_of(each).counts_batches]
-        return [self.modules[layer.attrs["module"]] for layer in layers]
+        paths = [layer.traits.module for layer in layers]
+        return [self.modules[path] for path in paths if path is not None]
 
     # -- gradients -----------------------------------------------------------------------------
 
