@@ -16,7 +16,7 @@ from pool import shared_pool
 from shardwise.comm import Recording, Sent
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Move, Op, Program, Run, to_all

@@ -24,7 +24,7 @@ from shardwise.operators import (
     registry,
     strategy_of,
 )
-from shardwise.operators.normalizing import NormalizeChannels
+from shardwise.operators.norm_over_ranks import NormalizeChannels
 
 
 def layer_of(module: nn.Module, *shape: int) -> Layer:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.model.values import MISSING, Reads, as_read, inside, token, token_as_read, twin
+from shardwise.model.attribute_values import (
+    MISSING,
+    Reads,
+    as_read,
+    inside,
+    token,
+    token_as_read,
+    twin,
+)
 
 INTERNAL = frozenset(nn.Module().__dict__) | {"_shardwise", "_is_full_backward_hook"}
 # Modules of torch that do something else in another mode, beyond what layers follow as they run.

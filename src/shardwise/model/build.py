@@ -16,21 +16,20 @@ from shardwise.graph.labels import default_dims, each_once
 from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot, Traits
 from shardwise.model.in_place import is_counter
 from shardwise.model.source_lines import line_of_node, located
-from shardwise.model.templates import call_template
-from shardwise.operators import STRATEGIES
 from shardwise.operators.calls import (
     PREVIOUS,
     Call,
     Request,
     aten_name,
     bare,
+    call_template,
     is_in_place,
     named_args,
 )
-from shardwise.operators.registry import read
+from shardwise.operators.strategy import STRATEGIES, read
 
 if TYPE_CHECKING:
-    from shardwise.model.capture import Captured
+    from shardwise.model.export import Captured
 
 RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 

@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 from torch import nn
 
+from shardwise.model.attribute_values import token
 from shardwise.model.attributes import INTERNAL
 from shardwise.model.hooks import HOOKS
-from shardwise.model.values import token
 from shardwise.modules import named_tensors
 
 

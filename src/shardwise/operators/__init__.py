@@ -4,9 +4,16 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import STRATEGIES, operator, strategy_of
 from shardwise.operators.splits import LABEL_AXES, Split, Stack
-from shardwise.operators.strategy import Gradients, Local, Need, Strategy
+from shardwise.operators.strategy import (
+    STRATEGIES,
+    Gradients,
+    Local,
+    Need,
+    Strategy,
+    operator,
+    strategy_of,
+)
 
 __all__ = [
     "LABEL_AXES",

@@ -15,9 +15,8 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.contraction import Contraction
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need
+from shardwise.operators.strategy import Local, Need, operator
 
 
 def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:

@@ -9,8 +9,7 @@ from torch import nn
 
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.pointwise import Pointwise
-from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, is_active
+from shardwise.operators.strategy import Local, is_active, operator
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import torch
 
 from shardwise.geometry.layout import Layout
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
 
 
 @dataclass(frozen=True)

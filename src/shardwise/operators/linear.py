@@ -15,9 +15,8 @@ from shardwise.graph.labels import Shape, inherited_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, Requests, of_samples, reshaped
 from shardwise.operators.contraction import Contraction
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Inputs, Local, Need, whole
+from shardwise.operators.strategy import Inputs, Local, Need, operator, whole
 
 
 class GatheredLinear(torch.autograd.Function):

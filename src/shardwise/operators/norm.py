@@ -15,10 +15,9 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.normalizing import Grouping, Normalize, NormalizeChannels
-from shardwise.operators.registry import operator
+from shardwise.operators.norm_over_ranks import Grouping, Normalize, NormalizeChannels
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, is_active
+from shardwise.operators.strategy import Local, Need, Strategy, is_active, operator
 from shardwise.tensors import memory_format_of
 
 Parameter = torch.Tensor | None

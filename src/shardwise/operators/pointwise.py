@@ -7,9 +7,8 @@ import torch
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer, Traits
 from shardwise.operators.calls import Call, Request, bare, draws, tensor_nodes
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, broadcast
+from shardwise.operators.strategy import Local, Need, Strategy, broadcast, operator
 
 
 @operator("input")

@@ -15,9 +15,8 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.conv import window
 from shardwise.operators.reduce import reduction
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
 
 NUM_DIMS = (1, 2, 3)
 Stock = dict[int, Callable[..., torch.Tensor]]  # operators of torch, by their number of dimensions

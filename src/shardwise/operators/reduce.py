@@ -12,9 +12,8 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import LABEL_AXES, Split
-from shardwise.operators.strategy import Inputs, Local, Need, Strategy, narrow
+from shardwise.operators.strategy import Inputs, Local, Need, Strategy, narrow, operator
 
 SPACE = ("d", "h", "w")
 

@@ -12,9 +12,8 @@ from torch.nn import functional
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
 
 # Torch's modes, by the number of dimensions.
 STOCK_MODES = {"nearest": ("nearest",) * 3, "linear": ("linear", "bilinear", "trilinear")}

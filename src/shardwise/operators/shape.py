@@ -17,9 +17,8 @@ from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
 from shardwise.operators.reduce import DimAttrs
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow
+from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow, operator
 
 Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
 

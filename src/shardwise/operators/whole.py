@@ -12,9 +12,8 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, draws, tensor_nodes
 from shardwise.operators.pointwise import as_called
-from shardwise.operators.registry import READERS, operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, narrow
+from shardwise.operators.strategy import READERS, Local, Need, Strategy, narrow, operator
 
 # What depends only on shapes, and is computed wherever it is wanted.
 MADE = frozenset(

@@ -15,7 +15,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.planner.best_plan import PlannedLayer, Planner, Prediction, baselines, predict, size
 from shardwise.planner.costs import Costs, value_operands
 from shardwise.planner.layer_costs import Timer, Training

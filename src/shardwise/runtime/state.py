@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import Attributes, Looks
-from shardwise.model.captures import Graphs, Kinds, ModelGraphs
+from shardwise.model.capture import Graphs, Kinds, ModelGraphs
 from shardwise.modules import named_tensors
 from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Engine

@@ -10,7 +10,7 @@ import torch
 from shardwise.cluster.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.planner.best_plan import Planner
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training

@@ -12,7 +12,7 @@ from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.geometry.box import Box
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import Graphs, ModelGraphs
+from shardwise.model.capture import Graphs, ModelGraphs
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
 from shardwise.runtime.parallel import of, parallelize

@@ -11,9 +11,17 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 
 from shardwise.errors import CaptureError
+from shardwise.model.attribute_values import (
+    MISSING,
+    LeftBehind,
+    Reads,
+    copied,
+    inside,
+    is_data,
+    is_object,
+    token,
+)
 from shardwise.model.attributes import INTERNAL
-from shardwise.model.lost import LeftBehind
-from shardwise.model.values import MISSING, Reads, copied, inside, is_data, is_object, token
 
 NOTHING = object()
 Left = dict[tuple[str, str], Any]  # values, by the path of a module and the name of an attribute

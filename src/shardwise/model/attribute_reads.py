@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.model.values import EVERYTHING, inside, is_object
+from shardwise.model.attribute_values import EVERYTHING, inside, is_object
 
 _lock = threading.Lock()
 _set = nn.Module.__setattr__
