@@ -120,7 +120,7 @@ class Origin:
 
     def __reduce__(self) -> Any:
         """Elsewhere, and for a copy of the model, there are none."""
-        return _nothing, ()
+        return type(None), ()
 
     def take(
         self,
@@ -136,7 +136,3 @@ class Origin:
         if held is None or asked != self._inputs or fingerprint_of(model) != held[1]:
             return None
         return held[0]
-
-
-def _nothing() -> None:
-    return None

@@ -252,6 +252,18 @@ def per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
     return values * num_dims if len(values) == 1 else values
 
 
+def permuted(name: str, args: Mapping[str, Any], num_dims: int) -> tuple[int, ...]:
+    """The order of dimensions that a permutation makes."""
+    if name == "permute":
+        return tuple(dim % num_dims for dim in args["dims"])
+    order = list(range(num_dims))
+    if name in ("t", "numpy_T"):
+        return tuple(order[::-1])
+    a, b = (value for key, value in args.items() if key != "self")
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
 def of_samples(call: Call, request: Request, num_dims: int) -> Request | Requests:
     """An operator on samples, or on a single one: a batch of one, then."""
     given = call.shape()

@@ -28,7 +28,6 @@ class Dropout(Pointwise):
     draws = True
     as_called = False
     keeps_bytes = 4  # the mask
-    op = "dropout"
     feature = False  # whole channels are dropped
 
     def read(self, call: Call) -> Request:
@@ -66,5 +65,4 @@ def _draw(
 
 @operator("feature_dropout", "feature_dropout")
 class FeatureDropout(Dropout):
-    op = "feature_dropout"
     feature = True

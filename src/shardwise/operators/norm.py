@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,10 +21,10 @@ from shardwise.operators.splits import Split
 from shardwise.operators.strategy import Local, Need, Strategy, is_active, operator
 from shardwise.tensors import memory_format_of
 
-Parameter = torch.Tensor | None
+Grouped = tuple[Grouping, int]
 
 
-def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _with_dense_gradient(y: Tensor, x: Tensor) -> Tensor:
     """A stock batch norm of one sample, whose backward pass gets a gradient that lies like x.
 
     Of one that lies otherwise, transposed say, torch's CPU kernel makes wrong ones (torch 2.13).
@@ -71,7 +72,7 @@ class Norm(Strategy):
         params = split.layer.operands[1:]
         return Need(self.output(split)), *(Need(self.parameter(split, p.shape)) for p in params)
 
-    def run(self, local: Local[NormAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[NormAttrs], tensors: list[Tensor]) -> Tensor:
         x, weight, bias = local.tensors(tensors)
         assert x is not None
         if local.sums is None:
@@ -83,17 +84,15 @@ class Norm(Strategy):
         args = (*self.grouping(local, x, local.sums.shape), local.attrs.eps, local.sum)
         return Normalize.apply(x, weight, bias, *args)[0]  # type: ignore[index]
 
-    def stock(
-        self, local: Local, x: torch.Tensor, weight: Parameter, bias: Parameter
-    ) -> torch.Tensor:
+    def stock(self, local: Local, x: Tensor, *params: Tensor | None) -> Tensor:
         """The norm of groups that lie on this rank."""
         raise NotImplementedError
 
-    def grouping(self, local: Local, x: torch.Tensor, sums: Shape) -> tuple[Grouping, int]:
+    def grouping(self, local: Local, x: Tensor, sums: Shape) -> Grouped:
         """The groups of the local elements, and how many elements each has on all ranks."""
         raise NotImplementedError
 
-    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    def weight_view(self, x: Tensor, weight: Tensor) -> list[int]:
         return [1, -1, *[1] * (x.ndim - 2)]
 
     def flops(self, split: Split) -> np.ndarray:
@@ -122,13 +121,12 @@ class BatchNorm(Norm):
         return True
 
     def sums(self, split: Split) -> Layout | None:
-        axes = [a for a in ("n", "d", "h", "w") if split.degree(a) > 1]
-        if not axes:
+        if split.degree("n", "d", "h", "w") == 1:
             return None
         channels = split.layer.shape[1]
         return Layout.of((2, 1, channels), [split.whole(2), split.whole(1), split.dim_ranges(1)])
 
-    def run(self, local: Local[BatchNormAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[BatchNormAttrs], tensors: list[Tensor]) -> Tensor:
         x, weight, bias, mean, var = local.tensors(tensors)
         assert x is not None
         training = is_active(local)
@@ -167,11 +165,6 @@ class BatchNorm(Norm):
         return module.momentum
 
 
-def _splits_space(split: Split) -> bool:
-    """Whether a dimension behind samples and channels is cut, whatever its label."""
-    return any(split.dim_degree(dim) > 1 for dim in range(2, len(split.layer.shape)))
-
-
 @operator("instance_norm", "instance_norm")
 class InstanceNorm(Norm):
     """Statistics per sample and channel, over space."""
@@ -185,18 +178,16 @@ class InstanceNorm(Norm):
         return Request("instance_norm", tensors, NormAttrs(call["eps"]))
 
     def sums(self, split: Split) -> Layout | None:
-        if not _splits_space(split):
+        if not split.splits_space:
             return None
         shape = (2, *split.layer.shape[:2])
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), split.dim_ranges(1)])
 
-    def stock(
-        self, local: Local[NormAttrs], x: torch.Tensor, weight: Parameter, bias: Parameter
-    ) -> torch.Tensor:
+    def stock(self, local: Local[NormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
         fixed = (True, 0.0, local.attrs.eps, torch.backends.cudnn.enabled)
-        return torch.instance_norm(x, weight, bias, None, None, *fixed)
+        return torch.instance_norm(x, *params, None, None, *fixed)
 
-    def grouping(self, local: Local, x: torch.Tensor, sums: Shape) -> tuple[Grouping, int]:
+    def grouping(self, local: Local, x: Tensor, sums: Shape) -> Grouped:
         space = tuple(range(2, x.ndim))
         return Grouping(space, tuple(x.shape), sums), prod(local.layer.shape[2:])
 
@@ -222,22 +213,18 @@ class GroupNorm(Norm):
     def sums(self, split: Split[GroupNormAttrs]) -> Layout | None:
         channels, groups = split.layer.shape[1], split.layer.attrs.groups
         aligned = groups % split.dim_degree(1) == 0
-        if not _splits_space(split) and (aligned or split.dim_degree(1) == 1):
+        if not split.splits_space and (aligned or split.dim_degree(1) == 1):
             return None
         assert channels % groups == 0
         shape = (2, split.layer.shape[0], groups)
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), self.group_ranges(split)])
 
-    def stock(
-        self, local: Local[GroupNormAttrs], x: torch.Tensor, weight: Parameter, bias: Parameter
-    ) -> torch.Tensor:
+    def stock(self, local: Local[GroupNormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
         groups = x.shape[1] // (local.layer.shape[1] // local.attrs.groups)
         # torch.nn.functional's one asks for more than one value in the block of this rank
-        return torch.group_norm(x, groups, weight, bias, local.attrs.eps)
+        return torch.group_norm(x, groups, *params, local.attrs.eps)
 
-    def grouping(
-        self, local: Local[GroupNormAttrs], x: torch.Tensor, sums: Shape
-    ) -> tuple[Grouping, int]:
+    def grouping(self, local: Local[GroupNormAttrs], x: Tensor, sums: Shape) -> Grouped:
         per_group = local.layer.shape[1] // local.attrs.groups
         start, stop = local.output.starts[1], local.output.stops[1]
         index = torch.arange(start, stop, device=x.device) // per_group - start // per_group
@@ -267,18 +254,14 @@ class LayerNorm(Norm):
         shape = (2, *split.layer.shape[:lead])
         return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
 
-    def stock(
-        self, local: Local[LayerNormAttrs], x: torch.Tensor, weight: Parameter, bias: Parameter
-    ) -> torch.Tensor:
+    def stock(self, local: Local[LayerNormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
         shape = x.shape[x.ndim - local.attrs.num_dims :]
-        return functional.layer_norm(x, shape, weight, bias, local.attrs.eps)
+        return functional.layer_norm(x, shape, *params, local.attrs.eps)
 
-    def grouping(
-        self, local: Local[LayerNormAttrs], x: torch.Tensor, sums: Shape
-    ) -> tuple[Grouping, int]:
+    def grouping(self, local: Local[LayerNormAttrs], x: Tensor, sums: Shape) -> Grouped:
         lead = x.ndim - local.attrs.num_dims
         within = tuple(range(lead, x.ndim))
         return Grouping(within, tuple(x.shape), sums), prod(local.layer.shape[lead:])
 
-    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    def weight_view(self, x: Tensor, weight: Tensor) -> list[int]:
         return list(weight.shape)

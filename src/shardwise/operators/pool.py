@@ -68,9 +68,8 @@ class Pool(Strategy):
     def needs(self, split: Split[PoolAttrs]) -> tuple[Need, ...]:
         shape, a = split.layer.operands[0].shape, split.layer.attrs
         ranges = [split.dim_ranges(0), split.dim_ranges(1)]
-        split_space = any(split.dim_degree(dim) > 1 for dim in range(2, len(shape)))
         for dim in range(len(shape) - 2):
-            if split_space:
+            if split.splits_space:
                 window_of = a.kernel[dim], a.stride[dim], a.padding[dim], a.dilation[dim]
                 ranges.append(window(split.dim_ranges(2 + dim), *window_of))
             else:

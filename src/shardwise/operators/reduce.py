@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -134,7 +134,7 @@ class WholeDim(Strategy):
     as_called = True
 
     def read(self, call: Call) -> Request:
-        return Request("whole_dim", (call.x,), DimAttrs(call["dim"] % len(call.shape())))
+        return Request(self.op, (call.x,), DimAttrs(call["dim"] % len(call.shape())))
 
     def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
         shape, whole_dim = split.layer.shape, split.layer.attrs.dim
@@ -154,6 +154,3 @@ class WholeDim(Strategy):
 @operator("softmax", "softmax", "log_softmax")
 class Softmax(WholeDim):
     needs_float32 = True
-
-    def read(self, call: Call) -> Request:
-        return replace(super().read(call), op="softmax")

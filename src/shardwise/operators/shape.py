@@ -15,7 +15,7 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
+from shardwise.operators.calls import PREVIOUS, Call, Request, Requests, permuted
 from shardwise.operators.reduce import DimAttrs
 from shardwise.operators.splits import Split
 from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow, operator
@@ -69,11 +69,10 @@ class View(Moves):
             return (Need(Layout.on(source, split.world, ())),)
         ranges: list[Ranges] = [split.whole(size) for size in source]
         for ins, outs in view_groups(source, target):
-            in_lead, out_lead = _lead(ins, source), _lead(outs, target)
+            in_lead, row_in = _rows(ins, source)
+            out_lead, row_out = _rows(outs, target)
             if in_lead is None or out_lead is None:
                 continue
-            row_in = prod(source[d] for d in ins) // source[in_lead]
-            row_out = prod(target[d] for d in outs) // target[out_lead]
             flat = split.dim_ranges(out_lead) * row_out
             ranges[in_lead] = np.stack([flat[:, 0] // row_in, -(-flat[:, 1] // row_in)], axis=1)
         layout = Layout.of(source, ranges)
@@ -93,12 +92,11 @@ class View(Moves):
         for ins, outs in view_groups(source, target):
             size = prod(held.shape[d] for d in ins)
             flat_sizes.append(size)
-            in_lead, out_lead = _lead(ins, source), _lead(outs, target)
+            in_lead, row_in = _rows(ins, source)
+            out_lead, row_out = _rows(outs, target)
             if in_lead is None or out_lead is None:
                 flat_cuts.append(slice(None))
                 continue
-            row_in = prod(source[d] for d in ins) // source[in_lead]
-            row_out = prod(target[d] for d in outs) // target[out_lead]
             start = out.starts[out_lead] * row_out - held.starts[in_lead] * row_in
             rows[out_lead] = out.shape[out_lead]
             flat_cuts.append(slice(start, start + rows[out_lead] * row_out))
@@ -118,9 +116,10 @@ class View(Moves):
         return run
 
 
-def _lead(dims: list[int], shape: tuple[int, ...]) -> int | None:
-    """The first dimension of a group that is longer than one."""
-    return next((d for d in dims if shape[d] > 1), None)
+def _rows(dims: list[int], shape: Shape) -> tuple[int | None, int]:
+    """The first dimension of a group that is longer than one, and the elements of a row of it."""
+    lead = next((d for d in dims if shape[d] > 1), None)
+    return lead, 1 if lead is None else prod(shape[d] for d in dims) // shape[lead]
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,8 @@ class PermuteAttrs:
 @operator("permute", "permute", "transpose", "t")
 class Permute(Moves):
     def read(self, call: Call) -> Request:
-        num_dims = len(call.shape())
-        order = list(range(num_dims))
-        if call.name == "permute":
-            order = [d % num_dims for d in call["dims"]]
-        elif call.name == "t":
-            order = order[::-1]
-        elif order:
-            a, b = call["dim0"], call["dim1"]
-            order[a], order[b] = order[b], order[a]
-        return Request("permute", (call.x,), PermuteAttrs(tuple(order) or (0,)))
+        order = permuted(call.name, call.args, len(call.shape()))
+        return Request("permute", (call.x,), PermuteAttrs(order or (0,)))
 
     def labels(self, attrs: PermuteAttrs, shape: Shape, inputs: Inputs) -> str:
         return "".join(inputs[0][1][d] for d in attrs.order) if inputs else default_dims(shape)
@@ -341,26 +332,13 @@ def _padded_dim(layer: Layer[EdgePadAttrs]) -> tuple[int, int, int, int]:
 def _edge_sources(mode: str, size: int, left: int, right: int) -> list:
     """For each of the three parts: its range and where an interval [a, b) of it comes from."""
 
-    def same(a, b):  # type: ignore[no-untyped-def]
-        return a, b
-
-    if mode == "circular":
-        return [
-            (-left, 0, lambda a, b: (a + size, b + size)),
-            (0, size, same),
-            (size, size + right, lambda a, b: (a - size, b - size)),
-        ]
-    if mode == "reflect":
-        return [
-            (-left, 0, lambda a, b: (-b + 1, -a + 1)),
-            (0, size, same),
-            (size, size + right, lambda a, b: (2 * size - 1 - b, 2 * size - 1 - a)),
-        ]
-    return [
-        (-left, 0, lambda a, b: (a * 0, a * 0 + 1)),
-        (0, size, same),
-        (size, size + right, lambda a, b: (a * 0 + size - 1, a * 0 + size)),
-    ]
+    last = size - 1
+    before, behind = {
+        "circular": (lambda a, b: (a + size, b + size), lambda a, b: (a - size, b - size)),
+        "reflect": (lambda a, b: (1 - b, 1 - a), lambda a, b: (last + size - b, last + size - a)),
+        "replicate": (lambda a, b: (a * 0, a * 0 + 1), lambda a, b: (a * 0 + last, a * 0 + size)),
+    }[mode]
+    return [(-left, 0, before), (0, size, lambda a, b: (a, b)), (size, size + right, behind)]
 
 
 @dataclass(frozen=True)

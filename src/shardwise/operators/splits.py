@@ -143,6 +143,11 @@ class Split(Generic[Attrs]):
     def dim_degree(self, dim: int) -> int:
         return self.degree(*LABEL_AXES[self.layer.dims[dim]])
 
+    @cached_property
+    def splits_space(self) -> bool:
+        """Whether a dimension behind samples and channels is cut, whatever its label."""
+        return any(self.dim_degree(dim) > 1 for dim in range(2, len(self.layer.shape)))
+
     def whole(self, size: int) -> Ranges:
         """The whole range, on the ranks that are used."""
         return self.grid.ranges(size, ())

@@ -89,6 +89,8 @@ def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], An
 class Strategy:
     """An operator whose output is split by its own labels; a base for all others."""
 
+    op: str  # its name, which `operator` gives it
+
     # What every operator must say, see `operator`.
     keeps_inputs: bool  # for the backward pass
     draws: bool  # uses random numbers, which every rank must draw to stay in step
@@ -305,6 +307,7 @@ def operator(name: str, *aten: str) -> Callable[[type[S]], type[S]]:
             raise TypeError(
                 f"operator {name!r}: {random[0]} draws random numbers, `draws` is False"
             )
+        cls.op = name
         STRATEGIES[name] = cls()
         READERS.update(dict.fromkeys(aten, STRATEGIES[name]))
         return cls
