@@ -67,7 +67,7 @@ def _changed(model: nn.Module, before: Any) -> Iterator[tuple[str, str, Any, Any
 
 def _judge(path: str, name: str, was: Any, value: Any, read: bool) -> Any:
     """What a pass is to leave; NOTHING where later calls do not miss it."""
-    known, held = {id(own) for own in inside(was)}, list(inside(value))
+    known, held = {id(own) for own in inside(was)}, inside(value)
     tensors = [x for x in held if isinstance(x, torch.Tensor) and id(x) not in known]
     if tensors and (is_object(value) or not any(map(_depends, tensors))):
         return NOTHING  # what modules tell each other, or would make again of nothing but numbers

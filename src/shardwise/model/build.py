@@ -31,6 +31,7 @@ from shardwise.operators.strategy import STRATEGIES, read
 if TYPE_CHECKING:
     from shardwise.model.export import Captured
 
+SYMBOLIC: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 
 
@@ -45,7 +46,7 @@ class Builder:
     """Walks the exported nodes once and makes the layers for one batch size."""
 
     def __init__(self, captured: Captured, batch: int) -> None:
-        self.captured = captured
+        self.captured, self.training = captured, captured.training
         self.batch = batch
         self.layers: dict[str, Layer] = {}
         self.values: dict[fx.Node, Operand] = {}  # what a tensor node stands for
@@ -66,7 +67,7 @@ class Builder:
             inputs=inputs,
             outputs=tuple(y.name for y in returned if isinstance(y, Operand)),
             batch=self.batch,
-            training=self.captured.training,
+            training=self.training,
             output_spec=self.captured.output_spec,
             numbers={i: y.value for i, y in enumerate(returned) if isinstance(y, Constant)},
             constants=self.captured.constants,
@@ -96,7 +97,7 @@ class Builder:
                 self._fulfil(node, Call(node, self._named_args(node), self))
         elif value is None and node.users:
             raise CaptureError(
-                f"operator {node.target} of {self._path(node)!r} has no known result"
+                f"operator {node.target} of {self.module_of(node)!r} has no known result"
             )
 
     def _item(self, node: fx.Node) -> None:
@@ -153,35 +154,36 @@ class Builder:
             scalar=value.ndim == 0 and shape == (1,),
             **called,
         )
-        self.layers[layer.name] = layer
-        self.values[node] = Operand("value", layer.name, shape, layer.scalar)
+        self.values[node] = self._output(layer)
 
     def _as_value(self, node: fx.Node, operand: Operand | None) -> Operand:
         """A stored tensor as a layer: what lies beyond its edge comes with the messages."""
         assert operand is not None
         if operand.kind == "value":
             return operand
-        dims, slot = default_dims(operand.shape), (Slot(0),)
         layer = Layer(
             name=self._unique(f"{operand.name}.clone"),
             op="pointwise",
             operands=(operand,),
             shape=operand.shape,
-            dims=dims,
+            dims=default_dims(operand.shape),
             attrs=None,
             traits=Traits(called="clone"),
             present=(True,),
             target="aten.clone.default",
-            args=slot,
+            args=(Slot(0),),
             dtype=node.meta["val"].dtype,
         )
+        return self._output(layer)
+
+    def _output(self, layer: Layer) -> Operand:
+        """Takes a layer into the graph; what reads its output."""
         self.layers[layer.name] = layer
-        return Operand("value", layer.name, operand.shape)
+        return Operand("value", layer.name, layer.shape, layer.scalar)
 
     def _like(self, node: fx.Node) -> Like:
-        value = node.meta["val"]
-        shape = tuple(self._int(size) for size in value.shape)
-        return Like(shape, self.memory_order_of(node), value.dtype)
+        shape = tuple(self._int(size) for size in node.meta["val"].shape)
+        return Like(shape, self.memory_order_of(node), node.meta["val"].dtype)
 
     def _operand(self, value: Any) -> Operand | None:
         if value is None:
@@ -199,10 +201,6 @@ class Builder:
         return operand
 
     # -- what calls ask ------------------------------------------------------------------------
-
-    @property
-    def training(self) -> bool:
-        return self.captured.training
 
     def shape_of(self, tensor: Any) -> tuple[int, ...]:
         return self._shape(tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor)
@@ -223,17 +221,15 @@ class Builder:
         return operand is not None and operand.kind in ("param", "buffer")
 
     def module_of(self, node: fx.Node) -> str:
-        return self._path(node)
-
-    # -- names, shapes, arguments --------------------------------------------------------------
-
-    def _path(self, node: fx.Node) -> str:
+        """The path of the module that makes a call."""
         stack = node.meta.get("nn_module_stack") or {}
         paths = [path.split("@")[0] for path, _ in stack.values()]
         return next((p for p in reversed(paths) if p in self.captured._modules), "")
 
+    # -- names, shapes, arguments --------------------------------------------------------------
+
     def _layer_name(self, node: fx.Node, request: Request) -> str:
-        path = self._path(node)
+        path = self.module_of(node)
         op = bare(aten_name(node)) if node.target is not operator.getitem else request.op
         module = self.captured._modules.get(path)
         is_leaf = path and module is not None and not any(True for _ in module.children())
@@ -256,14 +252,8 @@ class Builder:
         """A number that may depend on the batch size, made concrete."""
         if isinstance(value, fx.Node):
             value = value.meta["val"]
-        for symbolic, plain in (
-            (torch.SymInt, int),
-            (torch.SymFloat, float),
-            (torch.SymBool, bool),
-        ):
-            if isinstance(value, symbolic):
-                return self._evaluated(value, plain)
-        return value
+        plain = SYMBOLIC.get(type(value))
+        return value if plain is None else self._evaluated(value, plain)
 
     def _evaluated(self, value: Any, plain: type) -> Any:
         expr = sympy.sympify(value.node.expr)
@@ -279,7 +269,7 @@ class Builder:
         """The operators that numbers come from which depend on values."""
         for node in self.captured._nodes:
             if expr.free_symbols & set(node.meta.get("unbacked_bindings") or ()):
-                path = self._path(node)
+                path = self.module_of(node)
                 of = f" of module {path!r}" if path else ""
                 code = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
                 shown = ", ".join(part.strip() for part in (*code, line_of_node(node)) if part)
@@ -289,9 +279,8 @@ class Builder:
     def _named_args(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by their schema names, defaults filled in, sizes made concrete."""
         if not hasattr(node.target, "_schema"):
-            raise CaptureError(
-                f"{self._path(node) or 'the model'!r} uses {node.target}, which is not an operator"
-            )
+            of = self.module_of(node) or "the model"
+            raise CaptureError(f"{of!r} uses {node.target}, which is not an operator")
         return {name: self._concrete(value) for name, value in named_args(node).items()}
 
     def _counts(self, node: fx.Node) -> bool:

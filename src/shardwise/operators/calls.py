@@ -73,11 +73,9 @@ def draws(node: fx.Node) -> bool:
     return not off and not never
 
 
-def is_an_argument(target: Any, name: str) -> bool:
-    """Whether any overload of an operator has such an argument."""
-    packet = getattr(target, "overloadpacket", None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    return any(name == a.name for each in overloads for a in each._schema.arguments)
+def overloads_of(packet: Any) -> list[Any]:
+    """The overloads of an operator, if there is one."""
+    return [getattr(packet, each) for each in packet.overloads()] if packet else []
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -163,7 +161,9 @@ class Call:
         return self.args.get(name, default)
 
     def may_have(self, name: str) -> bool:
-        return is_an_argument(self.node.target, name)
+        """Whether any overload of the operator has such an argument."""
+        overloads = overloads_of(getattr(self.node.target, "overloadpacket", None))
+        return any(name in names_of(each) for each in overloads)
 
     def pick(self, *names: str) -> tuple[Any, ...]:
         return tuple(self.args[name] for name in names)
@@ -229,8 +229,7 @@ def pure(target: Any) -> Any:
     name = target._schema.name.split("::")[1]
     if not name.endswith("_") or name.startswith("_"):
         return target
-    packet = getattr(torch.ops.aten, name.rstrip("_"), None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    overloads = overloads_of(getattr(torch.ops.aten, name.rstrip("_"), None))
     same_name = [each for each in overloads if each._overloadname == target._overloadname]
     same_types = [each for each in overloads if _types(each) == _types(target)]
     for twin in (*same_types, *same_name):

@@ -21,7 +21,7 @@ from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
 from shardwise.geometry.layout import Layout
 from shardwise.graph.labels import Shape, default_dims, inherited_dims
 from shardwise.graph.layer_graph import Attrs, Layer
-from shardwise.operators.calls import Call, Request, Requests
+from shardwise.operators.calls import Call, Request, Requests, overloads_of
 from shardwise.operators.splits import LABEL_AXES, Split
 
 
@@ -320,8 +320,7 @@ def _draws(aten: str) -> bool:
     packet = getattr(torch.ops.aten, aten, None)
     if packet is None:
         raise TypeError(f"there is no ATen operator {aten!r}")
-    overloads = (getattr(packet, each) for each in packet.overloads())
-    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
 
 
 def strategy_of(layer: Layer) -> Strategy:
