@@ -15,7 +15,7 @@ import torch
 
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm import Communicator
-from shardwise.operators import Local, Split, strategy_of
+from shardwise.operators import STRATEGIES, Local, Split
 from shardwise.planner.layer_times import Work
 
 SMALL, LARGE = 1 << 10, 1 << 21  # numbers of a message whose latency, whose bandwidth counts
@@ -76,7 +76,7 @@ def _measure(
     work: Work, scratch: torch.Tensor, runs: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
     local, tensors, fresh = _share(work)
-    strategy = strategy_of(work.layer)
+    strategy = STRATEGIES[work.layer.op]
     forward, backward, begin = [], [], time.perf_counter()
     for run in range(runs + 1):
         operands = fresh(tensors)
@@ -101,7 +101,7 @@ def _share(
     work: Work,
 ) -> tuple[Local, list[torch.Tensor], Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """A rank's share of a layer with random operands; sums and gathers stay on this rank."""
-    layer, strategy = work.layer, strategy_of(work.layer)
+    layer, strategy = work.layer, STRATEGIES[work.layer.op]
     split = Split(layer, work.config, work.world)
     needs = [need.layout[work.rank] for need in strategy.needs(split)]
     sums = strategy.sums(split)

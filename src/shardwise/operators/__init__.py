@@ -12,7 +12,6 @@ from shardwise.operators.strategy import (
     Need,
     Strategy,
     operator,
-    strategy_of,
 )
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Stack",
     "Strategy",
     "operator",
-    "strategy_of",
 ]
 
 for _module in iter_modules(__path__):  # a file with an operator is all that an operator needs

@@ -229,8 +229,9 @@ class Strategy:
                 f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
                 f"workers; legal: 0 to {world - 1}"
             )
-        over_samples = config.num_workers == config.n
-        if config.gradient == "gather" and not (over_samples and self.can_gather(layer)):
+        if config.gradient == "gather" and not (
+            config.num_workers == config.n and self.can_gather(layer)
+        ):
             raise PlanError(
                 f"layer {layer.name!r} ({layer.op}): gradient 'gather' is for linear layers that "
                 f"are split over samples only, and whose weights are parameters, not for {config}"
@@ -321,11 +322,6 @@ def _draws(aten: str) -> bool:
     if packet is None:
         raise TypeError(f"there is no ATen operator {aten!r}")
     return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
-
-
-def strategy_of(layer: Layer) -> Strategy:
-    """The strategy of a layer's operator."""
-    return STRATEGIES[layer.op]
 
 
 def read(call: Call) -> Requests:

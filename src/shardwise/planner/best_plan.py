@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs, value_operands
 from shardwise.planner.search import Problem, solve
@@ -129,9 +129,9 @@ def _carried(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> t
 def _buffers(plan: Plan, costs: Costs, layer: Layer, index: int, name: str) -> np.ndarray:
     """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
     source, graph = costs.graph[name], costs.graph
-    held = strategy_of(source).output(Split.of(source, plan.config(source, graph), plan.world))
+    held = STRATEGIES[source.op].output(Split.of(source, plan.config(source, graph), plan.world))
     split = Split.of(layer, plan.config(layer, graph), plan.world)
-    needed = strategy_of(layer).needs(split)[index].layout
+    needed = STRATEGIES[layer.op].needs(split)[index].layout
     return (held.numels + needed.numels) * float(costs.training.itemsize)
 
 

@@ -16,7 +16,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.config_stacks import Stacks
 from shardwise.planner.layer_costs import LayerCosts, Roofline, Timer, Training
@@ -35,7 +35,7 @@ class _Appraisal:
 
     def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
         self.parent, self.layer, self.configs = costs, layer, configs
-        strategy = strategy_of(layer)
+        strategy = STRATEGIES[layer.op]
         stacks = costs.stacks.of(configs, strategy.degrees_matter)
         self.places = [np.asarray(places) for places, _ in stacks]
         self.order = np.argsort(np.concatenate(self.places))
@@ -86,7 +86,7 @@ class _Appraisal:
 
     def _inside(self, passes: float) -> tuple[np.ndarray, np.ndarray]:
         """Partial results that are added, and statistics that are summed, both ways."""
-        strategy = strategy_of(self.layer)
+        strategy = STRATEGIES[self.layer.op]
         seconds, moved = np.zeros((2, len(self.configs)))
         partial = self._sums(map(strategy.partial, self.splits), self.parent.training.itemsize)
         seconds[partial.places] += passes * partial.scatter_seconds()
@@ -101,7 +101,7 @@ class _Appraisal:
     def _update(self) -> tuple[np.ndarray, np.ndarray]:
         """Gradients are summed over the ranks that share a block, or gathered (P3)."""
         seconds, moved = np.zeros((2, len(self.configs)))
-        gathers = [strategy_of(self.layer).gathers(split) for split in self.splits]
+        gathers = [STRATEGIES[self.layer.op].gathers(split) for split in self.splits]
         for pair in range(max(map(len, gathers))):
             targets = (gathered[pair][1] if gathered else None for gathered in gathers)
             gathered = self._sums(targets, self.parent.training.itemsize)
@@ -178,7 +178,7 @@ class Costs:
         """Layers whose output depends on weights, so that gradients flow back to them."""
         found: set[str] = set()
         for layer in self.graph.layers:
-            ends = strategy_of(layer).ends_gradient(layer)
+            ends = STRATEGIES[layer.op].ends_gradient(layer)
             if not ends and (layer.params or any(name in found for name in layer.inputs)):
                 found.add(layer.name)
         return frozenset(found)
@@ -205,10 +205,10 @@ class Costs:
 
     def _saves(self, layer: Layer) -> bool:
         """Whether a layer's output is kept for its own sake: no reader keeps it anyway."""
-        if not strategy_of(layer).keeps_output(layer):
+        if not STRATEGIES[layer.op].keeps_output(layer):
             return False
         readers = [self.graph[name] for name in self.graph.consumers[layer.name]]
-        return not any(strategy_of(reader).keeps(reader) for reader in readers)
+        return not any(STRATEGIES[reader.op].keeps(reader) for reader in readers)
 
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""
@@ -239,7 +239,7 @@ class Costs:
 
     def stored(self, split: Split) -> np.ndarray:
         """Bytes of weights, their gradients and the optimizer's state per rank."""
-        needs = strategy_of(split.layer).needs(split)
+        needs = STRATEGIES[split.layer.op].needs(split)
         return self.held(split.layer, [need.layout.numels for need in needs], split.world)
 
     def held(self, layer: Layer, numels: list[np.ndarray], num_ranks: int) -> np.ndarray:
@@ -253,13 +253,13 @@ class Costs:
 
     def saved(self, split: Split) -> np.ndarray:
         """Bytes that the layer keeps for the backward pass per rank."""
-        strategy = strategy_of(split.layer)
+        strategy = STRATEGIES[split.layer.op]
         numels = [need.layout.numels for need in strategy.needs(split)]
         return self.kept(split.layer, numels, strategy.output(split).numels)
 
     def kept(self, layer: Layer, numels: list[np.ndarray], made: np.ndarray) -> np.ndarray:
         """The same from the numbers of elements of the operands and of the output."""
-        strategy, kept = strategy_of(layer), np.zeros(len(made))
+        strategy, kept = STRATEGIES[layer.op], np.zeros(len(made))
         if strategy.keeps(layer):
             for operand, count in zip(layer.operands, numels, strict=True):
                 kept += count * (operand.kind == "value")
@@ -269,7 +269,7 @@ class Costs:
 
     def working(self, split: Split) -> np.ndarray:
         """Bytes per rank that come and go while the layer runs forward or backward."""
-        strategy = strategy_of(split.layer)
+        strategy = STRATEGIES[split.layer.op]
         read = sum(
             need.layout.numels
             for operand, need in zip(split.layer.operands, strategy.needs(split), strict=True)
@@ -359,7 +359,7 @@ class Costs:
 
 def usual(layer: Layer, config: Config) -> Config:
     """Where f and c split the same dimension, f alone does."""
-    if config.c == 1 or not strategy_of(layer).joint_channels:
+    if config.c == 1 or not STRATEGIES[layer.op].joint_channels:
         return config
     return replace(config, f=config.f * config.c, c=1)
 

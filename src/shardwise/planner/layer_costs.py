@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.cluster.cluster import Device
 from shardwise.geometry.grid import Config
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layout_columns import Layouts
 
 
@@ -28,7 +28,7 @@ class Roofline:
     itemsize: int = 4
 
     def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        strategy = strategy_of(split.layer)
+        strategy = STRATEGIES[split.layer.op]
         if strategy.free or split.layer.is_input:
             return np.zeros(split.world), np.zeros(split.world)
         computing = strategy.flops(split) / self.device.flops
@@ -42,7 +42,7 @@ class Roofline:
 
 def gathered_flops(split: Split) -> np.ndarray:
     """What computing a whole weight gradient on every rank adds to its share (P3)."""
-    strategy = strategy_of(split.layer)
+    strategy = STRATEGIES[split.layer.op]
     if not strategy.gathers(split):
         return np.zeros(split.world)
     return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)

@@ -8,7 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Local, Need, Split, strategy_of
+from shardwise.operators import STRATEGIES, Local, Need, Split
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import (
     Cut,
@@ -100,7 +100,7 @@ class _Compiler:
     # -- layers --------------------------------------------------------------------------------
 
     def _op(self, layer: Layer) -> Op:
-        strategy = strategy_of(layer)
+        strategy = STRATEGIES[layer.op]
         config = self.plan.config(layer, self.graph)
         split = Split.of(layer, config, self.plan.world)
         needs, partial = strategy.needs(split), strategy.partial(split)

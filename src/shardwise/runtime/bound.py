@@ -13,7 +13,7 @@ from shardwise.comm import About, Communicator
 from shardwise.comm.exchange import Delivery, Wait
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.operators import Gradients, Local, strategy_of
+from shardwise.operators import STRATEGIES, Gradients, Local
 from shardwise.plans.program import Cut, Move, Op, Program, Run, to_all
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
@@ -109,7 +109,7 @@ class Bound:
     @cached_property
     def counting(self) -> list[Any]:
         """The modules that count the batches they have seen."""
-        layers = [each for each in self.graph.layers if strategy_of(each).counts_batches]
+        layers = [each for each in self.graph.layers if STRATEGIES[each.op].counts_batches]
         paths = [layer.traits.module for layer in layers]
         return [self.modules[path] for path in paths if path is not None]
 
@@ -128,7 +128,7 @@ def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[
     layers, params = set(outputs), set()
     for layer in reversed(graph.layers):
         numbers = layer.dtype.is_floating_point or layer.dtype.is_complex
-        if layer.name in layers and numbers and not strategy_of(layer).ends_gradient(layer):
+        if layer.name in layers and numbers and not STRATEGIES[layer.op].ends_gradient(layer):
             layers.update(layer.inputs)
             params.update(layer.params)
     return layers, params
