@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ INTERNAL = frozenset(nn.Module().__dict__) | {"_shardwise", "_is_full_backward_h
 # Modules of torch that do something else in another mode, beyond what layers follow as they run.
 BRANCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RReLU)
 BRANCHING += (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RNNBase)
+# Those whose mode layers follow as they run; others inherit their forward.
+FOLLOWED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm2d)
 NOTHING = (token(MISSING), MISSING)
 
 
@@ -122,12 +123,6 @@ def _may_branch(module: nn.Module) -> bool:
     """Whether forward may do something else in another mode, beyond what layers do as they run."""
     if isinstance(module, BRANCHING):
         return True
-    if type(module).forward in (kind.forward for kind in _run_time_kinds()):
+    if type(module).forward in [kind.forward for kind in FOLLOWED]:
         return False
     return not type(module).__module__.startswith("torch.nn.modules.")
-
-
-@cache
-def _run_time_kinds() -> tuple[type[nn.Module], ...]:
-    names = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "BatchNorm2d")
-    return tuple(getattr(nn, name) for name in names)

@@ -15,7 +15,7 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.contraction import Contraction
-from shardwise.operators.splits import Split
+from shardwise.operators.splits import Split, rows
 from shardwise.operators.strategy import Local, Need, operator
 
 
@@ -73,17 +73,14 @@ class Convolution(Contraction):
         channels = self.channels(split, filters)
         space = [self.space(split, dim) for dim in range(len(x.shape) - 2)]
         inputs = Layout.of(x.shape, [split.dim_ranges(0), channels, *space])
-        needs = [Need(inputs), Need(self.weight(split, filters))]
-        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+        return Need(inputs), Need(self.weight(split, filters)), *self.bias(split)
 
     def channels(self, split: Split[Taps], filters: Ranges) -> Ranges:
         """Input channels: those of block c, or those of the groups these filters belong to."""
         num_channels, groups = split.layer.operands[0].shape[1], split.layer.attrs.groups
         if groups == 1:
             return split.ranges(num_channels, "c")
-        per_group = split.layer.shape[1] // groups
-        first, last = filters[:, 0] // per_group, -(-filters[:, 1] // per_group)
-        return np.stack([first, last], axis=1) * (num_channels // groups)
+        return rows(filters, split.layer.shape[1] // groups) * (num_channels // groups)
 
     def weight(self, split: Split, filters: Ranges) -> Layout:
         """Where the blocks of the weight lie."""
@@ -203,9 +200,9 @@ def _grouped(
         first, last = a // per_group, -(-b // per_group)
         channels = slice(first * width - local.needs[0].starts[1], None)
         x_part = x[:, channels][:, : (last - first) * width]
-        rows = slice(a - start, b - start)
-        b_part = bias[rows] if bias is not None else None
-        parts.append(convolution(x_part, weight[rows], b_part, *fixed, last - first))
+        own = slice(a - start, b - start)
+        b_part = bias[own] if bias is not None else None
+        parts.append(convolution(x_part, weight[own], b_part, *fixed, last - first))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -89,8 +89,7 @@ class Linear(Contraction):
         lead = [split.dim_ranges(dim) for dim in range(len(x.shape) - 1)]
         inputs = Layout.of(x.shape, [*lead, split.ranges(channels, "c")])
         block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
-        needs = [Need(inputs), Need(block)]
-        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+        return Need(inputs), Need(block), *self.bias(split)
 
     def can_gather(self, layer: Layer) -> bool:
         return all(operand.kind == "param" for operand in layer.operands[1:])

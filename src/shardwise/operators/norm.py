@@ -12,12 +12,12 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.layout import Layout, Ranges
+from shardwise.geometry.layout import Layout
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.norm_over_ranks import Grouping, Normalize, NormalizeChannels
-from shardwise.operators.splits import Split
+from shardwise.operators.splits import Split, rows
 from shardwise.operators.strategy import Local, Need, Strategy, is_active, operator
 from shardwise.tensors import memory_format_of
 
@@ -205,19 +205,14 @@ class GroupNorm(Norm):
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True
 
-    def group_ranges(self, split: Split[GroupNormAttrs]) -> Ranges:
-        channels = split.dim_ranges(1)
-        per_group = split.layer.shape[1] // split.layer.attrs.groups
-        return np.stack([channels[:, 0] // per_group, -(-channels[:, 1] // per_group)], axis=1)
-
     def sums(self, split: Split[GroupNormAttrs]) -> Layout | None:
-        channels, groups = split.layer.shape[1], split.layer.attrs.groups
+        groups = split.layer.attrs.groups
         aligned = groups % split.dim_degree(1) == 0
         if not split.splits_space and (aligned or split.dim_degree(1) == 1):
             return None
-        assert channels % groups == 0
         shape = (2, split.layer.shape[0], groups)
-        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), self.group_ranges(split)])
+        held = rows(split.dim_ranges(1), split.layer.shape[1] // groups)
+        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), held])
 
     def stock(self, local: Local[GroupNormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
         groups = x.shape[1] // (local.layer.shape[1] // local.attrs.groups)

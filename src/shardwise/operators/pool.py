@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -180,33 +179,22 @@ class AdaptivePool(Strategy):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Unsplit dimensions go to the stock operator whole, split ones output by output."""
-        (x,) = tensors
-        num_dims = x.ndim - 2
-        steps = [self._steps(local, 2 + dim) for dim in range(num_dims)]
-        parts = []
-        for windows in itertools.product(*steps):
-            cut = (slice(None), slice(None), *(slice(a, b) for a, b, _ in windows))
-            parts.append(self.stock[num_dims](x[cut], [size for _, _, size in windows]))
-        for dim in reversed(range(num_dims)):
-            count = len(steps[dim])
-            if count > 1:
-                parts = [
-                    torch.cat(parts[i : i + count], 2 + dim) for i in range(0, len(parts), count)
-                ]
-        return parts[0]
+        return self._pooled(local, tensors[0], (slice(None), slice(None)))
 
-    @staticmethod
-    def _steps(local: Local, dim: int) -> list[tuple[int, int, int]]:
-        """Local input rows and the number of outputs they give, one entry per stock call."""
-        size, outputs = local.layer.operands[0].shape[dim], local.layer.shape[dim]
+    def _pooled(self, local: Local, x: torch.Tensor, cut: tuple[slice, ...]) -> torch.Tensor:
+        """What comes of a part of x, of which the first dimensions are cut."""
+        dim, outputs = len(cut), local.layer.shape
+        if dim == x.ndim:
+            sizes = [1 if local.is_split[d] else outputs[d] for d in range(2, dim)]
+            return self.stock[dim - 2](x[cut], sizes)
         if not local.is_split[dim]:
-            return [(0, size, outputs)]
-        origin = local.needs[0].starts[dim]
-        steps = []
-        for index in range(local.output.starts[dim], local.output.stops[dim]):
-            start, stop = index * size // outputs, -(-(index + 1) * size // outputs)
-            steps.append((start - origin, stop - origin, 1))
-        return steps
+            return self._pooled(local, x, (*cut, slice(None)))
+        index = np.arange(local.output.starts[dim], local.output.stops[dim])
+        ranges = np.stack([index, index + 1], axis=1)
+        windows = adaptive_window(ranges, local.layer.operands[0].shape[dim], outputs[dim])
+        windows = (windows - local.needs[0].starts[dim]).tolist()
+        parts = [self._pooled(local, x, (*cut, slice(a, b))) for a, b in windows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def flops(self, split: Split) -> np.ndarray:
         return self.needs(split)[0].layout.numels.astype(float)

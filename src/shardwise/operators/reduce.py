@@ -78,12 +78,9 @@ class Reduce(Strategy):
                 ranges.append(split.ranges(size, label) if label in summed else split.whole(size))
                 out_dim += layer.attrs.keepdim
             else:
-                ranges.append(self._kept(split, out_dim))
+                ranges.append(split.dim_ranges(out_dim))
                 out_dim += 1
         return ranges
-
-    def _kept(self, split: Split, dim: int) -> Ranges:
-        return split.dim_ranges(dim)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return (Need(Layout.of(split.layer.operands[0].shape, self._input_ranges(split))),)

@@ -17,7 +17,7 @@ from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import PREVIOUS, Call, Request, Requests, permuted
 from shardwise.operators.reduce import DimAttrs
-from shardwise.operators.splits import Split
+from shardwise.operators.splits import Split, rows
 from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow, operator
 
 Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
@@ -73,8 +73,7 @@ class View(Moves):
             out_lead, row_out = _rows(outs, target)
             if in_lead is None or out_lead is None:
                 continue
-            flat = split.dim_ranges(out_lead) * row_out
-            ranges[in_lead] = np.stack([flat[:, 0] // row_in, -(-flat[:, 1] // row_in)], axis=1)
+            ranges[in_lead] = rows(split.dim_ranges(out_lead) * row_out, row_in)
         layout = Layout.of(source, ranges)
         empty = self.output(split).numels == 0  # also where the empty dimension is not the lead
         if empty.any():
@@ -88,7 +87,7 @@ class View(Moves):
         """Rows are flattened group by group, cut to whole output rows, and reshaped."""
         source, target = local.layer.operands[0].shape, local.layer.shape
         held, out = local.needs[0], local.output
-        flat_sizes, flat_cuts, rows = [], [], list(target)
+        flat_sizes, flat_cuts, made = [], [], list(target)
         for ins, outs in view_groups(source, target):
             size = prod(held.shape[d] for d in ins)
             flat_sizes.append(size)
@@ -98,19 +97,19 @@ class View(Moves):
                 flat_cuts.append(slice(None))
                 continue
             start = out.starts[out_lead] * row_out - held.starts[in_lead] * row_in
-            rows[out_lead] = out.shape[out_lead]
-            flat_cuts.append(slice(start, start + rows[out_lead] * row_out))
+            made[out_lead] = out.shape[out_lead]
+            flat_cuts.append(slice(start, start + made[out_lead] * row_out))
         sizes = zip(flat_cuts, flat_sizes, strict=True)
         whole = all(len(range(*cut.indices(size))) == size for cut, size in sizes)
         lead_box = Box(
-            tuple(out.starts[d] if rows[d] != target[d] else 0 for d in range(len(target))),
-            tuple(out.stops[d] if rows[d] != target[d] else target[d] for d in range(len(target))),
+            tuple(out.starts[d] if made[d] != target[d] else 0 for d in range(len(target))),
+            tuple(out.stops[d] if made[d] != target[d] else target[d] for d in range(len(target))),
         )
         crop = None if lead_box == out else out.slices_in(lead_box)
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             x = tensors[0] if whole else tensors[0].reshape(flat_sizes)[tuple(flat_cuts)]
-            y = x.reshape(rows)
+            y = x.reshape(made)
             return y if crop is None else y[crop]
 
         return run
@@ -357,10 +356,8 @@ class PixelShuffle(Moves):
 
     def needs(self, split: Split[PixelShuffleAttrs]) -> tuple[Need, ...]:
         shape, r = split.layer.operands[0].shape, split.layer.attrs.factor
-        ranges = [split.dim_ranges(0), split.dim_ranges(1) * r * r]
-        for dim in (2, 3):
-            cut = split.dim_ranges(dim)
-            ranges.append(np.stack([cut[:, 0] // r, -(-cut[:, 1] // r)], axis=1))
+        space = [rows(split.dim_ranges(dim), r) for dim in (2, 3)]
+        ranges = [split.dim_ranges(0), split.dim_ranges(1) * r * r, *space]
         return (Need(Layout.of(shape, ranges)),)
 
     def run(self, local: Local[PixelShuffleAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:

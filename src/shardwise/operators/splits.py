@@ -18,6 +18,11 @@ from shardwise.graph.layer_graph import Attrs, Layer
 LABEL_AXES = {"n": ("n",), "d": ("d",), "h": ("h",), "w": ("w",), "c": ("f", "c"), ".": ()}
 
 
+def rows(ranges: Ranges, per_row: int) -> Ranges:
+    """The rows of so many elements that hold these ranges of elements."""
+    return np.stack([ranges[:, 0] // per_row, -(-ranges[:, 1] // per_row)], axis=1)
+
+
 @dataclass(frozen=True, eq=False)
 class Grid:
     """Where each rank stands under a config; the same for all layers that have this config."""
