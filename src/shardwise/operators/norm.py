@@ -22,6 +22,7 @@ from shardwise.operators.strategy import Local, Need, Strategy, is_active, opera
 from shardwise.tensors import memory_format_of
 
 Grouped = tuple[Grouping, int]
+Params = tuple[Tensor | None, Tensor | None]  # weight and bias
 
 
 def _with_dense_gradient(y: Tensor, x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Norm(Strategy):
         x, weight, bias = local.tensors(tensors)
         assert x is not None
         if local.sums is None:
-            return self.stock(local, x, weight, bias)
+            return self.stock(local, x, (weight, bias))
         if weight is not None:
             shape = self.weight_view(x, weight)
             weight = weight.view(shape)
@@ -84,7 +85,7 @@ class Norm(Strategy):
         args = (*self.grouping(local, x, local.sums.shape), local.attrs.eps, local.sum)
         return Normalize.apply(x, weight, bias, *args)[0]  # type: ignore[index]
 
-    def stock(self, local: Local, x: Tensor, *params: Tensor | None) -> Tensor:
+    def stock(self, local: Local, x: Tensor, params: Params) -> Tensor:
         """The norm of groups that lie on this rank."""
         raise NotImplementedError
 
@@ -183,7 +184,7 @@ class InstanceNorm(Norm):
         shape = (2, *split.layer.shape[:2])
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), split.dim_ranges(1)])
 
-    def stock(self, local: Local[NormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
+    def stock(self, local: Local[NormAttrs], x: Tensor, params: Params) -> Tensor:
         fixed = (True, 0.0, local.attrs.eps, torch.backends.cudnn.enabled)
         return torch.instance_norm(x, *params, None, None, *fixed)
 
@@ -214,7 +215,7 @@ class GroupNorm(Norm):
         held = rows(split.dim_ranges(1), split.layer.shape[1] // groups)
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), held])
 
-    def stock(self, local: Local[GroupNormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
+    def stock(self, local: Local[GroupNormAttrs], x: Tensor, params: Params) -> Tensor:
         groups = x.shape[1] // (local.layer.shape[1] // local.attrs.groups)
         # torch.nn.functional's one asks for more than one value in the block of this rank
         return torch.group_norm(x, groups, *params, local.attrs.eps)
@@ -249,7 +250,7 @@ class LayerNorm(Norm):
         shape = (2, *split.layer.shape[:lead])
         return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
 
-    def stock(self, local: Local[LayerNormAttrs], x: Tensor, *params: Tensor | None) -> Tensor:
+    def stock(self, local: Local[LayerNormAttrs], x: Tensor, params: Params) -> Tensor:
         shape = x.shape[x.ndim - local.attrs.num_dims :]
         return functional.layer_norm(x, shape, *params, local.attrs.eps)
 
