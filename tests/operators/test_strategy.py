@@ -21,9 +21,9 @@ from shardwise.operators import (
     Split,
     Strategy,
     operator,
-    registry,
 )
 from shardwise.operators.norm_over_ranks import NormalizeChannels
+from shardwise.operators.strategy import READERS
 
 
 def layer_of(module: nn.Module, *shape: int) -> Layer:
@@ -175,7 +175,7 @@ def test_an_operator_that_forgets_something_is_an_error_when_it_is_made(
 def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(registry.READERS, "flip", Careful())
+    monkeypatch.setitem(READERS, "flip", Careful())
 
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,6 +183,11 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 
     with pytest.raises(TypeError, match="no overload of flip has an argument 'probability'"):
         capture(Net(), torch.zeros(2, 3))
+
+
+def test_attributes_of_an_operator_are_a_dataclass() -> None:
+    with pytest.raises(TypeError, match="attributes of operator 'flip' are a dataclass"):
+        Request("flip", (), {"dims": (1,)})
 
 
 @pytest.mark.parametrize(

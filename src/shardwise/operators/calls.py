@@ -6,7 +6,7 @@ An operator reads a `Call` and says which layers compute it: `Request`s, mostly 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,11 @@ class Request:
     shape: tuple[int, ...] | None = None  # of the result, where it is not that of the call
     dims: str | None = None  # its labels, where they do not follow from those of its tensors
     traits: Traits = field(default_factory=Traits)
+
+    def __post_init__(self) -> None:
+        if self.attrs is not None and not is_dataclass(self.attrs):
+            kind = type(self.attrs).__name__
+            raise TypeError(f"attributes of operator {self.op!r} are a dataclass, not a {kind}")
 
 
 class Previous:
