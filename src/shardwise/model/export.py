@@ -27,8 +27,10 @@ from shardwise.model.no_grad import joined, without_inference_mode
 from shardwise.model.own_backward import kept_whole
 from shardwise.model.source_lines import line_of_error
 from shardwise.model.weightless import stand_ins
+from shardwise.modules import named_tensors
 from shardwise.tensors import like
 
+Tensors = tuple[torch.Tensor, ...]
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
 SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
 LOGGERS = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
@@ -49,7 +51,7 @@ class Captured:
     def __init__(
         self,
         model: nn.Module,
-        inputs: tuple[torch.Tensor, ...],
+        inputs: Tensors,
         training: bool,
         free: bool = True,
         others: tuple[str, ...] = (),
@@ -121,7 +123,7 @@ class Captured:
         return replace(graph, batch_is_free=True)
 
 
-def check_example(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+def check_example(model: nn.Module, inputs: Tensors) -> None:
     """Raises where a model and an example of its input cannot be captured at all."""
     if not inputs or not all(isinstance(x, torch.Tensor) and x.ndim for x in inputs):
         raise CaptureError("the example input must be tensors whose first dimension is samples")
@@ -145,9 +147,7 @@ def _check_constants(constants: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _twin(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...]
-) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def _twin(model: nn.Module, inputs: Tensors) -> tuple[nn.Module, Tensors]:
     """A copy with the same tensors: torch.export replaces attributes of what it is given.
 
     Where only some tensors have values, others stand for those that have none.
@@ -166,7 +166,8 @@ def _stored_names(
 ) -> dict[str, tuple[str, str]]:
     """The kind and the name of every stored tensor, by the node that stands for it."""
     signature = program.graph_signature
-    first = _first_names(model)  # torch.export calls tied ones by their last
+    names: dict[int, str] = {}  # of tied ones the first, where torch.export takes the last
+    first = {name: names.setdefault(id(tensor), name) for name, tensor in named_tensors(model)}
     kinds = {
         "param": signature.inputs_to_parameters,
         "buffer": signature.inputs_to_buffers,
@@ -177,16 +178,6 @@ def _stored_names(
         for kind, mapping in kinds.items()
         for node, name in mapping.items()
     }
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter and buffer: that of tied ones in named_parameters()."""
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 @contextmanager
@@ -223,7 +214,7 @@ def _silent() -> Iterator[None]:
             logger.disabled = disabled
 
 
-def _export(model: nn.Module, inputs: tuple[torch.Tensor, ...], may_be_free: bool) -> Any:
+def _export(model: nn.Module, inputs: Tensors, may_be_free: bool) -> Any:
     # A batch of one would be taken for a constant, so one sample is shown as two. Inputs with
     # another number of rows than the first have no samples.
     samples = inputs[0].shape[0]
