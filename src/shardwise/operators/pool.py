@@ -21,12 +21,12 @@ NUM_DIMS = (1, 2, 3)
 Stock = dict[int, Callable[..., torch.Tensor]]  # operators of torch, by their number of dimensions
 
 
-def stock(name: str) -> Stock:
+def by_num_dims(name: str) -> Stock:
     """What torch has for an operator in one, two and three dimensions."""
     return {n: getattr(functional, f"{name}{n}d") for n in NUM_DIMS}
 
 
-MAX_POOL, AVG_POOL = stock("max_pool"), stock("avg_pool")
+MAX_POOL, AVG_POOL = by_num_dims("max_pool"), by_num_dims("avg_pool")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class AdaptivePool(Strategy):
 
 @operator("adaptive_avg_pool", *(f"adaptive_avg_pool{n}d" for n in NUM_DIMS))
 class AdaptiveAvgPool(AdaptivePool):
-    stock = stock("adaptive_avg_pool")
+    stock = by_num_dims("adaptive_avg_pool")
 
     def read(self, call: Call) -> Request | Requests:
         num_dims, last = call.num_dims, len(call.shape())
@@ -213,7 +213,7 @@ class AdaptiveAvgPool(AdaptivePool):
 
 @operator("adaptive_max_pool", *(f"adaptive_max_pool{n}d" for n in NUM_DIMS))
 class AdaptiveMaxPool(AdaptivePool):
-    stock = stock("adaptive_max_pool")
+    stock = by_num_dims("adaptive_max_pool")
 
     def read(self, call: Call) -> Request | Requests | None:
         if call.item:  # where each maximum was found
