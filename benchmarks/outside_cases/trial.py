@@ -18,7 +18,7 @@ from shardwise.comm import Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.export import Captured
+from shardwise.model.torch_export import Captured
 from shardwise.operators import STRATEGIES
 from shardwise.operators.splits import Split
 from shardwise.plans.plan import Plan

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise import CaptureError, capture, zoo
-from shardwise.model.export import Captured
+from shardwise.model.torch_export import Captured
 
 
 def test_layers_carry_module_names_and_parameters_their_own() -> None:

@@ -29,7 +29,7 @@ from shardwise.operators.calls import (
 from shardwise.operators.strategy import STRATEGIES, read
 
 if TYPE_CHECKING:
-    from shardwise.model.export import Captured
+    from shardwise.model.torch_export import Captured
 
 SYMBOLIC: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name

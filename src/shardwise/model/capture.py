@@ -16,8 +16,8 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attribute_values import copied, inside, is_data, token
 from shardwise.model.attribute_writes import changes
 from shardwise.model.attributes import INTERNAL, Looks
-from shardwise.model.export import Captured, check_example
 from shardwise.model.origin import Origin, fingerprint_of
+from shardwise.model.torch_export import Captured, check_example
 from shardwise.model.weightless import weightless
 from shardwise.modules import assign, copy_structure, named_tensors
 from shardwise.tensors import memory_order

@@ -50,7 +50,7 @@ class TransposeAttrs(Taps):
     padding: Sizes
 
 
-class Convolution(Contraction):
+class AnyConv(Contraction):
     """What plain and transposed convolutions share."""
 
     labels_by_position = True
@@ -92,7 +92,7 @@ class Convolution(Contraction):
 
 
 @operator("conv", "conv1d", "conv2d", "conv3d")
-class Conv(Convolution):
+class Conv(AnyConv):
     """Convolution in any number of spatial dimensions."""
 
     reads_beyond = True
@@ -207,7 +207,7 @@ def _grouped(
 
 
 @operator("conv_transpose", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-class ConvTranspose(Convolution):
+class ConvTranspose(AnyConv):
     """Transposed convolution; w is [C, F / groups, R, S]."""
 
     def read(self, call: Call) -> Request | Requests:

@@ -15,7 +15,7 @@ from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerErro
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
 from shardwise.launch.workers import run_local
-from shardwise.model.export import Captured
+from shardwise.model.torch_export import Captured
 from shardwise.plans.plan import Plan
 from shardwise.specs.model_spec import default_shape, load_model
 from shardwise.verify.comparison import Comparison
