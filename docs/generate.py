@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -189,7 +190,7 @@ def _described(name: str, thing: Any) -> list[str]:
 
 def _summary(thing: Any) -> str:
     """The first paragraph of what it says about itself; data says nothing."""
-    is_data = not (callable(thing) or isinstance(thing, property))
+    is_data = not (callable(thing) or isinstance(thing, (property, cached_property)))
     return "" if is_data else _first(thing.__doc__).split("\n\n")[0]
 
 
@@ -200,7 +201,7 @@ def _members(thing: type) -> list[tuple[str, Any]]:
     members = {name: value for cls in bases for name, value in vars(cls).items()}
     for name, value in members.items():
         value = getattr(value, "__func__", value)
-        is_member = isinstance(value, property) or inspect.isfunction(value)
+        is_member = isinstance(value, (property, cached_property)) or inspect.isfunction(value)
         if is_member and not name.startswith("_") and value.__doc__:
             found.append((name, value))
     return found

@@ -7,6 +7,8 @@ torch.flip has no description, so one worker computes it. A small class makes it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
@@ -14,6 +16,11 @@ from torch import nn
 import shardwise
 from shardwise.geometry.layout import Layout
 from shardwise.operators import Call, Local, Need, Request, Split, Strategy, operator
+
+
+@dataclass(frozen=True)
+class FlipAttrs:
+    flipped: tuple[int, ...]  # dimensions
 
 
 class Flip(Strategy):
@@ -24,20 +31,20 @@ class Flip(Strategy):
     def read(self, call: Call) -> Request:
         """From the arguments of the ATen call to a layer: its tensors and its attributes."""
         flipped = tuple(dim % len(call.shape()) for dim in call["dims"])
-        return Request("flip", (call["self"],), {"flipped": flipped})
+        return Request("flip", (call["self"],), FlipAttrs(flipped))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
+    def needs(self, split: Split[FlipAttrs]) -> tuple[Need, ...]:
         ranges = []
         for dim, size in enumerate(split.layer.shape):
             cut = split.dim_ranges(dim)
-            if dim in split.layer.attrs["flipped"]:
+            if dim in split.layer.attrs.flipped:
                 mirrored = np.stack([size - cut[:, 1], size - cut[:, 0]], axis=1)
                 cut = mirrored * split.used[:, None]  # ranks without a part need nothing
             ranges.append(cut)
         return (Need(Layout.of(split.layer.shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].flip(local.attrs["flipped"])
+    def run(self, local: Local[FlipAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].flip(local.attrs.flipped)
 
 
 class Net(nn.Module):

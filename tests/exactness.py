@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 from shardwise.verify import Comparison, compare
 

@@ -33,7 +33,7 @@ from shardwise.comm.world_state import world_state
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import end_all, init_from_environment
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.verify import Comparison, compare

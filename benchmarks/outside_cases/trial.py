@@ -18,8 +18,8 @@ from shardwise.comm import Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.capture import Captured
-from shardwise.operators import strategy_of
+from shardwise.model.torch_export import Captured
+from shardwise.operators import STRATEGIES
 from shardwise.operators.splits import Split
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
@@ -210,7 +210,7 @@ def _is_split(graph: LayerGraph, plan: Plan) -> bool:
     for layer in graph.layers:
         if layer.op != "input":
             split = Split.of(layer, plan.layers[layer.name], plan.world)
-            if sum(n > 0 for n in strategy_of(layer).output(split).numels) > 1:
+            if sum(n > 0 for n in STRATEGIES[layer.op].output(split).numels) > 1:
                 return True
     return False
 

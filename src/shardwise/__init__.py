@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.kernels.tuner import tuning
     from shardwise.launch.launchers import init_from_environment, under_launcher
     from shardwise.launch.workers import run_local
-    from shardwise.model.captures import capture
+    from shardwise.model.capture import capture
     from shardwise.planner.planned import plan
     from shardwise.planner.simulate import simulate
     from shardwise.plans.gradient_schedule import Engine
@@ -44,7 +44,7 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "kernels.tuner": ("tuning",),
     "launch.launchers": ("init_from_environment", "under_launcher"),
     "launch.workers": ("run_local",),
-    "model.captures": ("capture",),
+    "model.capture": ("capture",),
     "planner.planned": ("plan",),
     "planner.simulate": ("simulate",),
     "plans.gradient_schedule": ("Engine",),

@@ -25,7 +25,7 @@ from shardwise.checkpoint.safetensors_file import read_box, read_header, runs
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.geometry.box import Box
-from shardwise.model.captures import ModelGraphs
+from shardwise.model.capture import ModelGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, torch.Tensor]

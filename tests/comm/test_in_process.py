@@ -12,7 +12,7 @@ from exactness import seeded, seeded_input
 from shardwise.comm import About, Communicator
 from shardwise.comm.in_process import Hung, Mismatch, World
 from shardwise.errors import LostPeer
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 from shardwise.verify import compare
 

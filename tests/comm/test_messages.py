@@ -16,7 +16,7 @@ from pool import shared_pool
 from recording import Recording, Sent
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Move, Op, Program, Run, to_all
@@ -48,7 +48,7 @@ def declared(program: Program, rank: int, module: nn.Module) -> tuple[Counter, C
 
     def counts(op: Op) -> bool:
         """Statistics are summed by layers in training mode."""
-        owner = op.local.attrs.get("module")
+        owner = op.local.layer.traits.module
         return op.sums is not None and (owner is None or module.get_submodule(owner).training)
 
     def messages(elements: np.ndarray, value: str) -> Counter:

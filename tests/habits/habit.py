@@ -20,7 +20,7 @@ from shardwise import Plan, ShardwiseError, of, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import ModelGraphs
+from shardwise.model.capture import ModelGraphs
 
 Tensors = tuple[torch.Tensor, ...]
 Wrap = Callable[..., Any]  # of a model and its inputs

@@ -19,7 +19,7 @@ from habits.habit import PLANS, Net, assert_same_script, assert_script_refused, 
 from shardwise import ParallelModel, Plan, ShardwiseError, load_weights, of, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
-from shardwise.model.captures import ModelGraphs
+from shardwise.model.capture import ModelGraphs
 
 UNLOADED = r"'conv.weight' and \d+ others have no values: .* use shardwise.load_weights"
 

@@ -16,7 +16,7 @@ from exactness import seeded
 from habits.habit import EVERY, assert_refused, assert_same, image
 from shardwise import Plan, ShardwiseError, capture, parallelize
 from shardwise.comm.in_process import InProcess, World
-from shardwise.model.values import as_read, token, twin
+from shardwise.model.attribute_values import as_read, token, twin
 
 
 @dataclass(slots=True)

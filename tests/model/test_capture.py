@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise import CaptureError, capture, zoo
-from shardwise.model.capture import Captured
+from shardwise.model.torch_export import Captured
 
 
 def test_layers_carry_module_names_and_parameters_their_own() -> None:
@@ -219,7 +219,7 @@ def test_a_functional_layer_that_is_told_not_to_train_does_not(name: str) -> Non
             return functional.batch_norm(x, self.norm.running_mean, self.norm.running_var)
 
     graph = capture(Net(), torch.zeros(2, 3, 4, 4))
-    assert graph.layers[-1].attrs["never"]
+    assert graph.layers[-1].traits.never
 
 
 def test_a_shape_that_fits_only_some_batches_is_refused_for_the_others() -> None:

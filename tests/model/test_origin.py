@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from exactness import seeded
-from shardwise.model import capture
+from shardwise.model import torch_export
 
 FACTOR, TERMS = 2.0, [1.0, 2.0]
 
@@ -76,8 +76,8 @@ def test_a_model_is_captured_again_only_when_it_has_changed(
     model, x = seeded(Net()).float(), torch.randn(2, 3, 6, 6)
     plan = shardwise.plan(model, x, cluster="1x1Gb")
     change(model, monkeypatch)
-    exported = mock.Mock(wraps=capture._export)
-    monkeypatch.setattr(capture, "_export", exported)
+    exported = mock.Mock(wraps=torch_export._export)
+    monkeypatch.setattr(torch_export, "_export", exported)
     try:
         parallel = shardwise.parallelize(model, plan)
     except shardwise.PlanError:  # it has other layers now

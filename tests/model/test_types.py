@@ -14,7 +14,7 @@ from exactness import assert_exact, seeded_input
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.errors import ShardwiseError
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
 

@@ -13,7 +13,7 @@ from exactness import assert_exact, seeded, seeded_input
 from pool import shared_pool
 from shardwise.comm import Communicator
 from shardwise.geometry.grid import AXES, Config
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan, fit
 from shardwise.runtime.parallel import parallelize
 

@@ -17,7 +17,7 @@ from exactness import seeded, seeded_input
 from pool import shared_pool
 from shardwise.comm import Communicator
 from shardwise.geometry.grid import Config
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import ParallelModel, parallelize
 

@@ -6,7 +6,7 @@ import pytest
 
 from exactness import assert_exact, seeded, seeded_input
 from operator_cases import OPERATORS
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 
 UNIFORM = [{"n": 4}, {"h": 2, "w": 2}, {"n": 2, "h": 2}, {"c": 4}, {"f": 4}, {"c": 2, "f": 2}]

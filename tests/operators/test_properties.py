@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.plans.plan import Plan
 
 PLANS = 6  # per example

@@ -21,10 +21,9 @@ from shardwise.operators import (
     Split,
     Strategy,
     operator,
-    registry,
-    strategy_of,
 )
-from shardwise.operators.normalizing import NormalizeChannels
+from shardwise.operators.norm_over_ranks import NormalizeChannels
+from shardwise.operators.strategy import READERS
 
 
 def layer_of(module: nn.Module, *shape: int) -> Layer:
@@ -33,7 +32,7 @@ def layer_of(module: nn.Module, *shape: int) -> Layer:
 
 def described(layer: Layer, **degrees: int):
     config = Config(**degrees)
-    strategy, split = strategy_of(layer), Split.of(layer, config, config.num_workers)
+    strategy, split = STRATEGIES[layer.op], Split.of(layer, config, config.num_workers)
     strategy.check(layer, config, config.num_workers)
     return strategy, split
 
@@ -46,7 +45,7 @@ def test_outputs_are_partitions_and_reduced_parts_cover_them(name: str) -> None:
         for seed in range(4):
             plan = Plan.random(graph, world, seed)
             for layer in graph.layers:
-                strategy = strategy_of(layer)
+                strategy = STRATEGIES[layer.op]
                 split = Split.of(layer, plan.layers[layer.name], world)
                 assert strategy.output(split).is_partition, (layer, plan.layers[layer.name])
                 assert len(strategy.needs(split)) == len(layer.operands)
@@ -176,7 +175,7 @@ def test_an_operator_that_forgets_something_is_an_error_when_it_is_made(
 def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(registry.READERS, "flip", Careful())
+    monkeypatch.setitem(READERS, "flip", Careful())
 
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +183,11 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 
     with pytest.raises(TypeError, match="no overload of flip has an argument 'probability'"):
         capture(Net(), torch.zeros(2, 3))
+
+
+def test_attributes_of_an_operator_are_a_dataclass() -> None:
+    with pytest.raises(TypeError, match="attributes of operator 'flip' are a dataclass"):
+        Request("flip", (), {"dims": (1,)})
 
 
 @pytest.mark.parametrize(
@@ -198,4 +202,4 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 )
 def test_what_loses_too_much_in_16_bits_says_so(module: nn.Module, needs_float32: bool) -> None:
     layer = layer_of(module, 2, 4, 5, 5)
-    assert strategy_of(layer).runs_in_float32(layer) == needs_float32
+    assert STRATEGIES[layer.op].runs_in_float32(layer) == needs_float32

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise import Config, Engine, LayerGraph, Plan, PlanError, capture, zoo
 from shardwise.cli.tables import explain_table
 from shardwise.cluster.cluster import Cluster, presets
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.best_plan import Planner, baselines, complete, predict, size, wanted
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.costs import Costs, usual
@@ -386,7 +386,7 @@ def test_where_a_loss_needs_all_classes_no_plan_and_no_rival_splits_them(cap: in
     assert len(plans) > 5
     for made in plans:
         split = Split.of(last, made.config(last, graph), made.world)
-        boxes = strategy_of(last).output(split).bounds
+        boxes = STRATEGIES[last.op].output(split).bounds
         assert ((boxes[:, 1] == [0, 1000]).all(axis=1) | (boxes[:, 0, 0] == boxes[:, 0, 1])).all()
 
 

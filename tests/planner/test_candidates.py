@@ -14,7 +14,7 @@ from operator_cases import OPERATORS
 from shardwise import Config, LayerGraph, PlanError, capture
 from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.layout import Layout
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner import costs as cost_module
 from shardwise.planner import transfer_costs as traffic_module
 from shardwise.planner.best_plan import Planner, predict
@@ -73,7 +73,7 @@ def test_every_config_is_legal(world: int) -> None:
         for name, configs in every(graph, world).items():
             assert configs and Config() in configs
             for config in configs:
-                strategy_of(graph[name]).check(graph[name], config, world)
+                STRATEGIES[graph[name].op].check(graph[name], config, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 12, 16, 24, 128, 1024])
@@ -180,7 +180,7 @@ def test_columns_give_back_the_boxes_they_are_made_of() -> None:
     columns, world = Columns(8), 8
     layer, candidates = GRAPH["stem"], Candidates.of(GRAPH, 8)
     configs = candidates.configs(layer, GRAPH.batch)
-    needs = [strategy_of(layer).needs(Split.of(layer, c, world))[0].layout for c in configs]
+    needs = [STRATEGIES[layer.op].needs(Split.of(layer, c, world))[0].layout for c in configs]
     bounds = np.stack([layout.bounds for layout in needs])
     layouts = Layouts.of(columns, columns.of(bounds))
     assert (layouts.boxes(layouts.index) == bounds).all()

@@ -14,7 +14,7 @@ from shardwise import capture
 from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.costs import value_operands
 from shardwise.planner.layout_columns import Columns, Layouts
@@ -84,8 +84,8 @@ def test_tables_equal_messages(cluster: str) -> None:
             ]
             held = [Split(producer, c, machines.world) for c in chosen[0]]
             needing = [Split(layer, c, machines.world) for c in chosen[1]]
-            sources = [strategy_of(producer).output(split) for split in held]
-            targets = [strategy_of(layer).needs(split)[index].layout for split in needing]
+            sources = [STRATEGIES[producer.op].output(split) for split in held]
+            targets = [STRATEGIES[layer.op].needs(split)[index].layout for split in needing]
             table = transfer_table(sources, targets, 4, network)
             for i, source in enumerate(sources):
                 for j, target in enumerate(targets):

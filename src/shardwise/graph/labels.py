@@ -48,27 +48,15 @@ def view_groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]
     >>> view_groups((2, 3, 4), (2, 12))
     [([0], [0]), ([1, 2], [1])]
     """
-    groups: list[tuple[list[int], list[int]]] = []
     if 0 in source or 0 in target:
         return [([*range(len(source))], [*range(len(target))])]
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
-        ins, outs = [], []
-        if i < len(source):
-            ins.append(i)
-            i += 1
-        if j < len(target):
-            outs.append(j)
-            j += 1
-        while (a := prod(source[d] for d in ins)) != (b := prod(target[d] for d in outs)):
-            if a < b and i < len(source):
-                ins.append(i)
-                i += 1
-            elif j < len(target):
-                outs.append(j)
-                j += 1
-            else:
-                ins.append(i)
-                i += 1
-        groups.append((ins, outs))
+        first_in, first_out = i, j
+        i, j = min(i + 1, len(source)), min(j + 1, len(target))
+        while (a := prod(source[first_in:i])) != (b := prod(target[first_out:j])):
+            longer = (a < b and i < len(source)) or j == len(target)  # the run before the reshape
+            i, j = i + longer, j + (not longer)
+        groups.append(([*range(first_in, i)], [*range(first_out, j)]))
     return groups

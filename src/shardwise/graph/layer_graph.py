@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -41,10 +41,37 @@ class Like:
         return torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=device)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a layer may have whatever its operator: how it is called, and what rules its mode."""
+
+    called: str | None = None  # the ATen operator, where its call is run as it is
+    written: bool = False  # into the first operand, whose type the result takes
+    in_place: bool = False  # the model overwrites the first operand
+    on_a_copy: bool = False  # of that operand: in place the operator has another derivative
+    draws: bool = False  # random numbers
+    module: str | None = None  # the path of the module whose training flag rules
+    always: bool = False  # it behaves as in training, whatever the flag
+    never: bool = False
+    memory: tuple[int, ...] | None = None  # the order of dimensions in which numbers are drawn
+
+
+TOGETHER = (  # those that a layer has or has not
+    ("called", "written", "in_place", "on_a_copy"),
+    ("draws",),
+    ("module", "always", "never"),
+    ("memory",),
+)
+Attrs = TypeVar(
+    "Attrs", covariant=True
+)  # what an operator keeps of its call: a frozen dataclass, or None
+
+
 @dataclass(frozen=True, eq=False)
-class Layer:
+class Layer(Generic[Attrs]):
     """One operator: its operands, its attributes and the tensor it produces.
 
+    `attrs` are what only this operator has, `traits` what layers have whatever their operator.
     `dims` labels the dimensions of the output with the letters of the grid axes that may split
     them (`c` for channels, `.` for a dimension that stays whole), e.g. "nchw". A `scalar` has no
     dimensions where the model is run as it is; between layers it is one element of one dimension,
@@ -56,26 +83,37 @@ class Layer:
     operands: tuple[Operand, ...]
     shape: tuple[int, ...]
     dims: str
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Attrs
+    traits: Traits = field(default_factory=Traits)
+    present: tuple[bool, ...] = ()  # which of its operator's tensors it has
     target: str = ""  # the ATen overload, for operators that are called as they are
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     scalar: bool = False
 
-    @property
+    @cached_property
     def is_input(self) -> bool:
         """Whether this is a tensor that the user gives, and nothing is computed."""
         return self.op == "input"
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the layers this one reads."""
         return tuple(o.name for o in self.operands if o.kind == "value")
 
-    @property
+    @cached_property
     def params(self) -> tuple[str, ...]:
         return tuple(o.name for o in self.operands if o.kind == "param")
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """All attributes and those traits that it has, by name: what tells layers apart."""
+        found = {"present": self.present} | (vars(self.attrs) if self.attrs is not None else {})
+        for names in TOGETHER:
+            if getattr(self.traits, names[0]) not in (None, False):
+                found |= {name: getattr(self.traits, name) for name in names}
+        return dict(sorted(found.items()))
 
     def call(
         self, tensors: list[Any], in_place: bool = False, device: torch.device | None = None
@@ -88,18 +126,18 @@ class Layer:
             tensor.reshape(()) if operand.scalar else tensor
             for operand, tensor in zip(self.operands, tensors, strict=True)
         ]
-        if self.attrs.get("on_a_copy") and not in_place:
+        if self.traits.on_a_copy and not in_place:
             tensors, in_place = [tensors[0].clone(), *tensors[1:]], True
         args = fill_slots(self.args, tensors, device)
         operator = _overload(self.target, in_place)
         result = operator(*args, **fill_slots(dict(self.kwargs), tensors, device))
-        if self.attrs.get("written") and result.dtype != self.dtype:
+        if self.traits.written and result.dtype != self.dtype:
             return result.to(self.dtype)  # what is written into a tensor takes its type
         return result
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
-        called = self.attrs.get("called", self.op)
+        called = self.traits.called or self.op
         return f"{self.name}: {called}({', '.join(self.inputs)}) -> {shape}"
 
 
@@ -172,15 +210,15 @@ class LayerGraph:
         for layer in self.layers:
             shape = layer.shape[1:] if layer.dims.startswith("n") else layer.shape
             operands = [(o.kind, o.name) for o in layer.operands]
-            attrs = sorted((k, v) for k, v in layer.attrs.items() if k != "memory")
-            digest.update(repr((layer.name, layer.op, shape, operands, attrs)).encode())
+            facts = [(k, v) for k, v in layer.facts.items() if k != "memory"]
+            digest.update(repr((layer.name, layer.op, shape, operands, facts)).encode())
         return digest.hexdigest()[:16]
 
     @cached_property
     def depends_on_memory(self) -> bool:
         """Whether numbers are drawn in an order that follows how inputs lie in memory."""
         leaves = [leaf for x in self.layers for leaf in tree_leaves((x.args, dict(x.kwargs)))]
-        drawn = any("memory" in layer.attrs for layer in self.layers)
+        drawn = any(layer.traits.memory is not None for layer in self.layers)
         return drawn or any(isinstance(leaf, Like) for leaf in leaves)
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm import Communicator, Pending
 from shardwise.kernels.kernel_times import cpu_name
 from shardwise.kernels.tuner import seconds
-from shardwise.operators import Local, Split, strategy_of
+from shardwise.operators import STRATEGIES, Local, Split
 from shardwise.planner.layer_times import Work
 
 SMALL, LARGE = 1 << 10, 1 << 21  # numbers of a message whose latency, whose bandwidth counts
@@ -68,7 +68,7 @@ def _measure(
     work: Work, scratch: torch.Tensor, runs: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
     local, tensors, fresh = _share(work)
-    strategy = strategy_of(work.layer)
+    strategy = STRATEGIES[work.layer.op]
     forward, backward, begin = [], [], time.perf_counter()
     for run in range(runs + 1):
         operands = fresh(tensors)
@@ -93,13 +93,13 @@ def _share(
     work: Work,
 ) -> tuple[Local, list[torch.Tensor], Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
     """A rank's share of a layer with random operands; sums and gathers stay on this rank."""
-    layer, strategy = work.layer, strategy_of(work.layer)
+    layer, strategy = work.layer, STRATEGIES[work.layer.op]
     split = Split(layer, work.config, work.world)
     needs = [need.layout[work.rank] for need in strategy.needs(split)]
     sums = strategy.sums(split)
     box = sums[work.rank] if sums is not None else None
     result = (strategy.partial(split) or strategy.output(split))[work.rank]
-    in_place = bool(layer.attrs.get("in_place")) and work.input_gradient
+    in_place = layer.traits.in_place and work.input_gradient
     local = Local(
         layer,
         work.config,

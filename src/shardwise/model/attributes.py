@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.model.values import MISSING, Reads, as_read, inside, token, token_as_read, twin
+from shardwise.model.attribute_values import MISSING, Reads, as_read, inside, token, twin
 
 INTERNAL = frozenset(nn.Module().__dict__) | {"_shardwise", "_is_full_backward_hook"}
 # Modules of torch that do something else in another mode, beyond what layers follow as they run.
 BRANCHING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RReLU)
 BRANCHING += (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RNNBase)
+# Those whose mode layers follow as they run; others inherit their forward.
+FOLLOWED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.BatchNorm2d)
 NOTHING = (token(MISSING), MISSING)
 
 
@@ -68,18 +69,20 @@ class Attributes:
         if not others and not self._changes:
             return Looks()
         read = [c for c in self._changes if c[1] in reads.get(c[0], ())]
-        tokens = tuple((path, name, token_as_read(value, reads)) for path, name, value in read)
+        tokens = tuple((path, name, as_read(token(value), reads)) for path, name, value in read)
         return Looks(others, tokens, tuple(read))
 
     def _tables(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        yield "", {k: v for k, v in self._root.__dict__.items() if k not in INTERNAL}
+        yield "", self._own_of_root()
         yield from zip(self._paths, self._dicts, strict=True)
+
+    def _own_of_root(self) -> dict[str, Any]:
+        return {k: v for k, v in self._root.__dict__.items() if k not in INTERNAL}
 
     def _are_other(self) -> bool:
         try:
-            own = {k: v for k, v in self._root.__dict__.items() if k not in INTERNAL}
             return bool(
-                own != self._own
+                self._own_of_root() != self._own
                 or self._dicts != self._seen
                 or any(tensor._version != version for tensor, version in self._tensors)
             )
@@ -103,8 +106,8 @@ class Attributes:
             base = self.base.get(path, {})
             for name in own.keys() | base.keys():
                 now = own.get(name, MISSING)
-                before = as_read(base.get(name, NOTHING)[0], self._reads)
-                if name not in INTERNAL and token_as_read(now, self._reads) != before:
+                was, known = as_read(base.get(name, NOTHING)[0], self._reads), token(now)
+                if name not in INTERNAL and as_read(known, self._reads) != was:
                     self._changes.append((path, name, now))
         self._changes.sort(key=lambda change: change[:2])
 
@@ -120,12 +123,6 @@ def _may_branch(module: nn.Module) -> bool:
     """Whether forward may do something else in another mode, beyond what layers do as they run."""
     if isinstance(module, BRANCHING):
         return True
-    if type(module).forward in (kind.forward for kind in _run_time_kinds()):
+    if type(module).forward in [kind.forward for kind in FOLLOWED]:
         return False
     return not type(module).__module__.startswith("torch.nn.modules.")
-
-
-@cache
-def _run_time_kinds() -> tuple[type[nn.Module], ...]:
-    names = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "BatchNorm2d")
-    return tuple(getattr(nn, name) for name in names)

@@ -13,25 +13,25 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
 from shardwise.graph.labels import default_dims, each_once
-from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot
+from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot, Traits
 from shardwise.model.in_place import is_counter
 from shardwise.model.source_lines import line_of_node, located
-from shardwise.model.templates import call_template
-from shardwise.operators import STRATEGIES
 from shardwise.operators.calls import (
     PREVIOUS,
     Call,
     Request,
     aten_name,
     bare,
+    call_template,
     is_in_place,
     named_args,
 )
-from shardwise.operators.registry import read
+from shardwise.operators.strategy import STRATEGIES, read
 
 if TYPE_CHECKING:
-    from shardwise.model.capture import Captured
+    from shardwise.model.torch_export import Captured
 
+SYMBOLIC: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 
 
@@ -46,7 +46,7 @@ class Builder:
     """Walks the exported nodes once and makes the layers for one batch size."""
 
     def __init__(self, captured: Captured, batch: int) -> None:
-        self.captured = captured
+        self.captured, self.training = captured, captured.training
         self.batch = batch
         self.layers: dict[str, Layer] = {}
         self.values: dict[fx.Node, Operand] = {}  # what a tensor node stands for
@@ -67,7 +67,7 @@ class Builder:
             inputs=inputs,
             outputs=tuple(y.name for y in returned if isinstance(y, Operand)),
             batch=self.batch,
-            training=self.captured.training,
+            training=self.training,
             output_spec=self.captured.output_spec,
             numbers={i: y.value for i, y in enumerate(returned) if isinstance(y, Constant)},
             constants=self.captured.constants,
@@ -97,7 +97,7 @@ class Builder:
                 self._fulfil(node, Call(node, self._named_args(node), self))
         elif value is None and node.users:
             raise CaptureError(
-                f"operator {node.target} of {self._path(node)!r} has no known result"
+                f"operator {node.target} of {self.module_of(node)!r} has no known result"
             )
 
     def _item(self, node: fx.Node) -> None:
@@ -133,7 +133,6 @@ class Builder:
         operands = [self._operand(tensor) for tensor in tensors]
         if strategy.reads_beyond:
             operands[0] = self._as_value(node, operands[0])
-        attrs = request.attrs | {"present": tuple(o is not None for o in operands)}
         values = [o for o in operands if o is not None and o.kind == "value"]
         inputs = [(o.shape, self.layers[o.name].dims) for o in values]
         called: dict[str, Any] = {}
@@ -147,40 +146,44 @@ class Builder:
             op=request.op,
             operands=() if strategy.shapes_only else tuple(o for o in operands if o is not None),
             shape=shape,
-            dims=request.dims or each_once(strategy.labels(attrs, shape, inputs), shape),
-            attrs=attrs,
+            dims=request.dims or each_once(strategy.labels(request.attrs, shape, inputs), shape),
+            attrs=request.attrs,
+            traits=request.traits,
+            present=tuple(o is not None for o in operands),
             dtype=value.dtype,
             scalar=value.ndim == 0 and shape == (1,),
             **called,
         )
-        self.layers[layer.name] = layer
-        self.values[node] = Operand("value", layer.name, shape, layer.scalar)
+        self.values[node] = self._output(layer)
 
     def _as_value(self, node: fx.Node, operand: Operand | None) -> Operand:
         """A stored tensor as a layer: what lies beyond its edge comes with the messages."""
         assert operand is not None
         if operand.kind == "value":
             return operand
-        dims, slot = default_dims(operand.shape), (Slot(0),)
-        attrs = {"present": (True,), "called": "clone", "in_place": False, "written": False}
         layer = Layer(
             name=self._unique(f"{operand.name}.clone"),
             op="pointwise",
             operands=(operand,),
             shape=operand.shape,
-            dims=dims,
-            attrs=attrs,
+            dims=default_dims(operand.shape),
+            attrs=None,
+            traits=Traits(called="clone"),
+            present=(True,),
             target="aten.clone.default",
-            args=slot,
+            args=(Slot(0),),
             dtype=node.meta["val"].dtype,
         )
+        return self._output(layer)
+
+    def _output(self, layer: Layer) -> Operand:
+        """Takes a layer into the graph; what reads its output."""
         self.layers[layer.name] = layer
-        return Operand("value", layer.name, operand.shape)
+        return Operand("value", layer.name, layer.shape, layer.scalar)
 
     def _like(self, node: fx.Node) -> Like:
-        value = node.meta["val"]
-        shape = tuple(self._int(size) for size in value.shape)
-        return Like(shape, self.memory_order_of(node), value.dtype)
+        shape = tuple(self._int(size) for size in node.meta["val"].shape)
+        return Like(shape, self.memory_order_of(node), node.meta["val"].dtype)
 
     def _operand(self, value: Any) -> Operand | None:
         if value is None:
@@ -198,10 +201,6 @@ class Builder:
         return operand
 
     # -- what calls ask ------------------------------------------------------------------------
-
-    @property
-    def training(self) -> bool:
-        return self.captured.training
 
     def shape_of(self, tensor: Any) -> tuple[int, ...]:
         return self._shape(tensor.meta["val"] if isinstance(tensor, fx.Node) else tensor)
@@ -222,17 +221,15 @@ class Builder:
         return operand is not None and operand.kind in ("param", "buffer")
 
     def module_of(self, node: fx.Node) -> str:
-        return self._path(node)
-
-    # -- names, shapes, arguments --------------------------------------------------------------
-
-    def _path(self, node: fx.Node) -> str:
+        """The path of the module that makes a call."""
         stack = node.meta.get("nn_module_stack") or {}
         paths = [path.split("@")[0] for path, _ in stack.values()]
         return next((p for p in reversed(paths) if p in self.captured._modules), "")
 
+    # -- names, shapes, arguments --------------------------------------------------------------
+
     def _layer_name(self, node: fx.Node, request: Request) -> str:
-        path = self._path(node)
+        path = self.module_of(node)
         op = bare(aten_name(node)) if node.target is not operator.getitem else request.op
         module = self.captured._modules.get(path)
         is_leaf = path and module is not None and not any(True for _ in module.children())
@@ -255,14 +252,8 @@ class Builder:
         """A number that may depend on the batch size, made concrete."""
         if isinstance(value, fx.Node):
             value = value.meta["val"]
-        for symbolic, plain in (
-            (torch.SymInt, int),
-            (torch.SymFloat, float),
-            (torch.SymBool, bool),
-        ):
-            if isinstance(value, symbolic):
-                return self._evaluated(value, plain)
-        return value
+        plain = SYMBOLIC.get(type(value))
+        return value if plain is None else self._evaluated(value, plain)
 
     def _evaluated(self, value: Any, plain: type) -> Any:
         expr = sympy.sympify(value.node.expr)
@@ -278,7 +269,7 @@ class Builder:
         """The operators that numbers come from which depend on values."""
         for node in self.captured._nodes:
             if expr.free_symbols & set(node.meta.get("unbacked_bindings") or ()):
-                path = self._path(node)
+                path = self.module_of(node)
                 of = f" of module {path!r}" if path else ""
                 code = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
                 shown = ", ".join(part.strip() for part in (*code, line_of_node(node)) if part)
@@ -288,9 +279,8 @@ class Builder:
     def _named_args(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by their schema names, defaults filled in, sizes made concrete."""
         if not hasattr(node.target, "_schema"):
-            raise CaptureError(
-                f"{self._path(node) or 'the model'!r} uses {node.target}, which is not an operator"
-            )
+            of = self.module_of(node) or "the model"
+            raise CaptureError(f"{of!r} uses {node.target}, which is not an operator")
         return {name: self._concrete(value) for name, value in named_args(node).items()}
 
     def _counts(self, node: fx.Node) -> bool:

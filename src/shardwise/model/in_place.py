@@ -16,7 +16,7 @@ from torch import fx
 
 from shardwise.errors import CaptureError
 from shardwise.model.source_lines import located
-from shardwise.operators.calls import aten_name, is_in_place, named_args
+from shardwise.operators.calls import aten_name, is_in_place, named_args, permuted
 
 aten = torch.ops.aten
 
@@ -28,6 +28,13 @@ DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropou
 SAME = frozenset(("alias", "contiguous", "to", "lift_fresh", "type_as", *DROPOUTS))
 PERMUTATIONS = frozenset(("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T"))
 END = 2**63 - 1
+WHOLE = ((None, None, 1), (0, END, 1), (None, END, 1), (0, None, 1))  # slices of all there is
+# What writes into a part of a tensor: the operator, and where the arguments of the view say it is.
+SCATTERS = {
+    "select": (aten.select_scatter.default, ("dim", "index")),
+    "slice": (aten.slice_scatter.default, ("dim", "start", "end", "step")),
+    "diagonal": (aten.diagonal_scatter.default, ("offset", "dim1", "dim2")),
+}
 COPY = aten.lift_fresh_copy.default  # of a constant; torch.export takes it for a view
 
 
@@ -160,20 +167,14 @@ class _Functional:
         if name in RESHAPES:
             return self._emit(aten.reshape_as.default, (value, base), base)
         if name in PERMUTATIONS:
-            order = _order(name, args, len(_shape(base)))
+            order = permuted(name, args, base.meta["val"].ndim)
             inverse = [order.index(dim) for dim in range(len(order))]
             return self._emit(aten.permute.default, (value, inverse), base)
-        if name == "select":
-            place = args["dim"], args["index"]
-            return self._emit(aten.select_scatter.default, (base, value, *place), base)
-        if name == "slice":
-            place = args["dim"], args["start"], args["end"], args["step"]
-            if place[1:] in ((None, None, 1), (0, END, 1), (None, END, 1), (0, None, 1)):
-                return value
-            return self._emit(aten.slice_scatter.default, (base, value, *place), base)
-        if name == "diagonal":
-            place = args["offset"], args["dim1"], args["dim2"]
-            return self._emit(aten.diagonal_scatter.default, (base, value, *place), base)
+        if name in SCATTERS:
+            scatter, names = SCATTERS[name]
+            place = tuple(args[each] for each in names)
+            whole = name == "slice" and place[1:] in WHOLE
+            return value if whole else self._emit(scatter, (base, value, *place), base)
         raise CaptureError(
             f"the model writes in place into what {name!r} has made, which shares memory with "
             f"another tensor; use operators that are not in place there"
@@ -228,19 +229,3 @@ def _parent(node: fx.Node) -> fx.Node | None:
     if not isinstance(value, torch.Tensor) or not isinstance(of, torch.Tensor):
         return None
     return source if value.untyped_storage()._cdata == of.untyped_storage()._cdata else None
-
-
-def _shape(node: fx.Node) -> Any:
-    return node.meta["val"].shape
-
-
-def _order(name: str, args: dict[str, Any], num_dims: int) -> list[int]:
-    """The order of dimensions that a permutation makes."""
-    if name == "permute":
-        return [dim % num_dims for dim in args["dims"]]
-    order = list(range(num_dims))
-    if name in ("t", "numpy_T"):
-        return order[::-1]
-    a, b = [value for key, value in args.items() if key != "self"]
-    order[a], order[b] = order[b], order[a]
-    return order

@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 from torch import nn
 
+from shardwise.model.attribute_values import token
 from shardwise.model.attributes import INTERNAL
 from shardwise.model.hooks import HOOKS
-from shardwise.model.values import token
 from shardwise.modules import named_tensors
 
 
@@ -120,7 +120,7 @@ class Origin:
 
     def __reduce__(self) -> Any:
         """Elsewhere, and for a copy of the model, there are none."""
-        return _nothing, ()
+        return type(None), ()
 
     def take(
         self,
@@ -136,7 +136,3 @@ class Origin:
         if held is None or asked != self._inputs or fingerprint_of(model) != held[1]:
             return None
         return held[0]
-
-
-def _nothing() -> None:
-    return None

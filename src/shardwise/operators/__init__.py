@@ -4,9 +4,15 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import STRATEGIES, operator, strategy_of
 from shardwise.operators.splits import LABEL_AXES, Split, Stack
-from shardwise.operators.strategy import Gradients, Local, Need, Strategy
+from shardwise.operators.strategy import (
+    STRATEGIES,
+    Gradients,
+    Local,
+    Need,
+    Strategy,
+    operator,
+)
 
 __all__ = [
     "LABEL_AXES",
@@ -20,7 +26,6 @@ __all__ = [
     "Stack",
     "Strategy",
     "operator",
-    "strategy_of",
 ]
 
 for _module in iter_modules(__path__):  # a file with an operator is all that an operator needs

@@ -5,14 +5,16 @@ An operator reads a `Call` and says which layers compute it: `Request`s, mostly 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from shardwise.errors import CaptureError
+from shardwise.graph.labels import default_dims
+from shardwise.graph.layer_graph import Like, Traits
 
 # -- nodes of a graph ------------------------------------------------------------------------------
 
@@ -71,11 +73,9 @@ def draws(node: fx.Node) -> bool:
     return not off and not never
 
 
-def is_an_argument(target: Any, name: str) -> bool:
-    """Whether any overload of an operator has such an argument."""
-    packet = getattr(target, "overloadpacket", None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-    return any(name == a.name for each in overloads for a in each._schema.arguments)
+def overloads_of(packet: Any) -> list[Any]:
+    """The overloads of an operator, if there is one."""
+    return [getattr(packet, each) for each in packet.overloads()] if packet else []
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -90,9 +90,15 @@ class Request:
 
     op: str
     tensors: tuple[Any, ...]
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: Any = None  # of the class that its operator has for them
     shape: tuple[int, ...] | None = None  # of the result, where it is not that of the call
     dims: str | None = None  # its labels, where they do not follow from those of its tensors
+    traits: Traits = field(default_factory=Traits)
+
+    def __post_init__(self) -> None:
+        if self.attrs is not None and not is_dataclass(self.attrs):
+            kind = type(self.attrs).__name__
+            raise TypeError(f"attributes of operator {self.op!r} are a dataclass, not a {kind}")
 
 
 class Previous:
@@ -160,7 +166,9 @@ class Call:
         return self.args.get(name, default)
 
     def may_have(self, name: str) -> bool:
-        return is_an_argument(self.node.target, name)
+        """Whether any overload of the operator has such an argument."""
+        overloads = overloads_of(getattr(self.node.target, "overloadpacket", None))
+        return any(name in names_of(each) for each in overloads)
 
     def pick(self, *names: str) -> tuple[Any, ...]:
         return tuple(self.args[name] for name in names)
@@ -175,13 +183,13 @@ class Call:
         value = self.node.meta["val"]
         return self.model.shape_of(value if self.item is None else value[self.item])
 
-    def mode(self, flag: bool) -> dict[str, Any]:
+    def mode(self, flag: bool) -> Traits:
         """Which module's training flag rules, and whether the operator ignores it."""
-        return {
-            "module": self.model.module_of(self.node),
-            "always": bool(flag) and not self.model.training,
-            "never": not flag and self.model.training,  # F.dropout(training=False), say
-        }
+        return Traits(
+            module=self.model.module_of(self.node),
+            always=bool(flag) and not self.model.training,
+            never=not flag and self.model.training,  # F.dropout(training=False), say
+        )
 
     def check_written(self, *names: str) -> None:
         """What a norm writes into belongs to the model."""
@@ -194,6 +202,51 @@ class Call:
                 )
 
 
+# -- as layers keep it ----------------------------------------------------------------------------
+
+
+def call_template(
+    called: fx.Node, places: Mapping[Any, Any], plain: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """The target and the arguments of a call, with places for its tensors and plain numbers."""
+
+    def template(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            filled = [template(item) for item in value]
+            return tuple(filled) if isinstance(value, tuple) else filled
+        is_tensor = isinstance(value, fx.Node) and value in places
+        return places[value] if is_tensor else plain(value)
+
+    overwrites = any(isinstance(place, Like) for place in places.values())  # a new tensor
+    target = called.target if overwrites else pure(called.target)
+    args, kwargs = called.args, called.kwargs
+    if sorted(names_of(target)) == sorted(names_of(called.target)) and target is not called.target:
+        args, kwargs = (), named_args(called)  # the twin may have another order
+    return {
+        "target": str(target),
+        "args": tuple(template(argument) for argument in args),
+        "kwargs": {key: template(argument) for key, argument in kwargs.items()},
+    }
+
+
+def pure(target: Any) -> Any:
+    """The operator that is not in place, or the operator itself."""
+    name = target._schema.name.split("::")[1]
+    if not name.endswith("_") or name.startswith("_"):
+        return target
+    overloads = overloads_of(getattr(torch.ops.aten, name.rstrip("_"), None))
+    same_name = [each for each in overloads if each._overloadname == target._overloadname]
+    same_types = [each for each in overloads if _types(each) == _types(target)]
+    for twin in (*same_types, *same_name):
+        if len(names_of(twin)) == len(names_of(target)):
+            return twin
+    raise CaptureError(f"the in-place operator {target} has no twin that is not in place")
+
+
+def _types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in target._schema.arguments]
+
+
 # -- what several operators say alike --------------------------------------------------------------
 
 
@@ -201,6 +254,26 @@ def per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
     """An attribute given once or per spatial dimension, as one number per dimension."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * num_dims if len(values) == 1 else values
+
+
+def permuted(name: str, args: Mapping[str, Any], num_dims: int) -> tuple[int, ...]:
+    """The order of dimensions that a permutation makes."""
+    if name == "permute":
+        return tuple(dim % num_dims for dim in args["dims"])
+    order = list(range(num_dims))
+    if name in ("t", "numpy_T"):
+        return tuple(order[::-1])
+    a, b = (value for key, value in args.items() if key != "self")
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def of_samples(call: Call, request: Request, num_dims: int) -> Request | Requests:
+    """An operator on samples, or on a single one: a batch of one, then."""
+    given = call.shape()
+    if len(given) != num_dims + 1:
+        return request
+    return reshaped(call, request, (1, *given), (1, *call.result), default_dims((1, *given)))
 
 
 def reshaped(

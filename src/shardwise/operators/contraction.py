@@ -29,8 +29,10 @@ class Contraction(Strategy):
         ranges[dim] = split.ranges(shape[dim], "f")
         return Layout.of(shape, ranges)
 
-    def bias(self, split: Split) -> Need:
-        """Only the first of the ranks whose partial sums are added carries the bias."""
+    def bias(self, split: Split) -> tuple[Need, ...]:
+        """If there is one, only the first of the ranks whose partial sums are added carries it."""
+        if len(split.layer.operands) < 3:
+            return ()
         num_filters = split.layer.shape[self.channel_dim]
         first = (split.coordinates["c"] == 0)[:, None]
-        return Need(Layout.of((num_filters,), [split.ranges(num_filters, "f") * first]))
+        return (Need(Layout.of((num_filters,), [split.ranges(num_filters, "f") * first])),)

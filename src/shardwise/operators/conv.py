@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims
 from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
-from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
+from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.contraction import Contraction
-from shardwise.operators.registry import operator
-from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.splits import Split, rows
+from shardwise.operators.strategy import Local, Need, operator
 
 
 def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:
@@ -29,36 +27,43 @@ def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -
     return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
 
 
-@operator("conv", "conv1d", "conv2d", "conv3d")
-class Conv(Contraction):
-    """Convolution in any number of spatial dimensions."""
+Sizes = tuple[int, ...]  # one number per spatial dimension
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What convolutions, plain and transposed, say of their windows."""
+
+    kernel: Sizes
+    stride: Sizes
+    dilation: Sizes
+    groups: int
+
+
+@dataclass(frozen=True)
+class ConvAttrs(Taps):
+    pads: tuple[tuple[int, int], ...]  # before and behind
+
+
+@dataclass(frozen=True)
+class TransposeAttrs(Taps):
+    padding: Sizes
+
+
+class AnyConv(Contraction):
+    """What plain and transposed convolutions share."""
 
     labels_by_position = True
-    reads_beyond = True
-
-    def read(self, call: Call) -> Request | Requests | None:
-        kernel = call.shape(call["weight"])[2:]
-        dilation = per_dim(call["dilation"], len(kernel))
-        pads = _pads(call["padding"], kernel, dilation)
-        return self._request("conv", call, {"pads": pads, "dilation": dilation})
 
     @staticmethod
-    def _request(op: str, call: Call, attrs: dict[str, Any]) -> Request | Requests:
-        kernel, given = call.shape(call["weight"])[2:], call.shape()
-        attrs["kernel"], attrs["stride"] = kernel, per_dim(call["stride"], len(kernel))
-        attrs["groups"] = call["groups"]
-        request = Request(op, call.pick("input", "weight", "bias"), attrs)
-        if len(given) == len(kernel) + 1:
-            made = (1, *call.result)
-            return reshaped(call, request, (1, *given), made, default_dims((1, *given)))
-        return request
+    def taps(call: Call) -> tuple[Sizes, Sizes, Sizes, int]:
+        """What both kinds say of their windows, in the order of `Taps`."""
+        kernel = call.shape(call["weight"])[2:]
+        stride, dilation = (per_dim(call[name], len(kernel)) for name in ("stride", "dilation"))
+        return kernel, stride, dilation, call["groups"]
 
-    def makes_new_tensor(self, layer: Layer) -> bool:
-        return True
-
-    def axes(self, layer: Layer) -> dict[str, int]:
-        weight = layer.operands[1].shape
-        channels = weight[1] if layer.attrs["groups"] == 1 else 1
+    def axes(self, layer: Layer[Taps]) -> dict[str, int]:
+        channels = layer.operands[0].shape[1] if layer.attrs.groups == 1 else 1
         axes = super().axes(layer) | {"f": layer.shape[1], "c": channels}
         return axes if channels > 1 else {a: k for a, k in axes.items() if a != "c"}
 
@@ -68,45 +73,64 @@ class Conv(Contraction):
         channels = self.channels(split, filters)
         space = [self.space(split, dim) for dim in range(len(x.shape) - 2)]
         inputs = Layout.of(x.shape, [split.dim_ranges(0), channels, *space])
-        needs = [Need(inputs), Need(self.weight(split, filters))]
-        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+        return Need(inputs), Need(self.weight(split, filters)), *self.bias(split)
 
-    def channels(self, split: Split, filters: Ranges) -> Ranges:
+    def channels(self, split: Split[Taps], filters: Ranges) -> Ranges:
         """Input channels: those of block c, or those of the groups these filters belong to."""
-        num_channels, groups = split.layer.operands[0].shape[1], split.layer.attrs["groups"]
+        num_channels, groups = split.layer.operands[0].shape[1], split.layer.attrs.groups
         if groups == 1:
             return split.ranges(num_channels, "c")
-        per_group = split.layer.shape[1] // groups
-        first, last = filters[:, 0] // per_group, -(-filters[:, 1] // per_group)
-        return np.stack([first, last], axis=1) * (num_channels // groups)
+        return rows(filters, split.layer.shape[1] // groups) * (num_channels // groups)
 
     def weight(self, split: Split, filters: Ranges) -> Layout:
+        """Where the blocks of the weight lie."""
+        raise NotImplementedError
+
+    def space(self, split: Split, dim: int) -> Ranges:
+        """The rows of one dimension that an output block reads."""
+        raise NotImplementedError
+
+
+@operator("conv", "conv1d", "conv2d", "conv3d")
+class Conv(AnyConv):
+    """Convolution in any number of spatial dimensions."""
+
+    reads_beyond = True
+
+    def read(self, call: Call) -> Request | Requests:
+        kernel, stride, dilation, groups = self.taps(call)
+        pads = _pads(call["padding"], kernel, dilation)
+        attrs = ConvAttrs(kernel, stride, dilation, groups, pads)
+        request = Request("conv", call.pick("input", "weight", "bias"), attrs)
+        return of_samples(call, request, len(kernel))
+
+    def makes_new_tensor(self, layer: Layer) -> bool:
+        return True
+
+    def weight(self, split: Split[ConvAttrs], filters: Ranges) -> Layout:
         shape = split.layer.operands[1].shape
-        whole_group = split.layer.attrs["groups"] > 1
+        whole_group = split.layer.attrs.groups > 1
         channels = split.whole(shape[1]) if whole_group else split.ranges(shape[1], "c")
         return Layout.of(shape, [filters, channels, *map(split.whole, shape[2:])])
 
-    def space(self, split: Split, dim: int) -> Ranges:
+    def space(self, split: Split[ConvAttrs], dim: int) -> Ranges:
         """The rows an output block reads, halo and padding included; all, if there is no split."""
         attrs, size = split.layer.attrs, split.layer.operands[0].shape[2 + dim]
         if split.dim_degree(2 + dim) == 1 and self.stock_padding(split.layer, dim) is not None:
             return np.where(split.used[:, None], [[0, size]], 0)
-        ranges = split.dim_ranges(2 + dim)
-        left = attrs["pads"][dim][0]
-        return window(
-            ranges, attrs["kernel"][dim], attrs["stride"][dim], left, attrs["dilation"][dim]
-        )
+        ranges, left = split.dim_ranges(2 + dim), attrs.pads[dim][0]
+        return window(ranges, attrs.kernel[dim], attrs.stride[dim], left, attrs.dilation[dim])
 
     @staticmethod
-    def stock_padding(layer: Layer, dim: int) -> int | None:
+    def stock_padding(layer: Layer[ConvAttrs], dim: int) -> int | None:
         """The padding the stock operator can do itself, if it is the same on both sides."""
-        left, right = layer.attrs["pads"][dim]
+        left, right = layer.attrs.pads[dim]
         return left if left == right else None
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[ConvAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         x, weight, bias = [*tensors, None][:3]
-        extent = local.attrs["dilation"][-1] * (local.attrs["kernel"][-1] - 1) + 1
-        if _narrow(local, x, extent + local.attrs["stride"][-1]):
+        extent = local.attrs.dilation[-1] * (local.attrs.kernel[-1] - 1) + 1
+        if _narrow(local, x, extent + local.attrs.stride[-1]):
             return self.run(local, [t.float() for t in tensors]).to(x.dtype)
         bias = bias if bias is not None and bias.numel() else None
         paddings = [self.stock_padding(local.layer, dim) for dim in range(x.ndim - 2)]
@@ -134,14 +158,14 @@ def _pads(
     return tuple((p, p) for p in per_dim(padding, len(kernel)))
 
 
-def _narrow(local: Local, x: torch.Tensor, width: int) -> bool:
+def _narrow(local: Local[Taps], x: torch.Tensor, width: int) -> bool:
     """Whether the stock convolution may be wrong: strides over blocks no wider than this.
 
     With AVX-512, torch 2.11 leaves outputs of width 1 unwritten in 16 bits on CPUs, and so the
     gradients of such inputs of transposed convolutions.
     """
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
-    return halves and local.attrs["stride"][-1] > 1 and x.shape[-1] <= width
+    return halves and local.attrs.stride[-1] > 1 and x.shape[-1] <= width
 
 
 def group_chunks(start: int, stop: int, per_group: int) -> list[tuple[int, int]]:
@@ -157,15 +181,15 @@ def group_chunks(start: int, stop: int, per_group: int) -> list[tuple[int, int]]
 
 
 def _grouped(
-    local: Local,
+    local: Local[ConvAttrs],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     padding: list[int],
 ) -> torch.Tensor:
     """A convolution of the local filters, which may begin or end inside a group."""
-    attrs, groups = local.attrs, local.attrs["groups"]
-    fixed = (attrs["stride"], padding, attrs["dilation"])
+    attrs, groups = local.attrs, local.attrs.groups
+    fixed = (list(attrs.stride), padding, list(attrs.dilation))
     start, stop = local.output.starts[1], local.output.stops[1]
     if groups == 1:
         return convolution(x, weight, bias, *fixed, 1)
@@ -176,46 +200,37 @@ def _grouped(
         first, last = a // per_group, -(-b // per_group)
         channels = slice(first * width - local.needs[0].starts[1], None)
         x_part = x[:, channels][:, : (last - first) * width]
-        rows = slice(a - start, b - start)
-        b_part = bias[rows] if bias is not None else None
-        parts.append(convolution(x_part, weight[rows], b_part, *fixed, last - first))
+        own = slice(a - start, b - start)
+        b_part = bias[own] if bias is not None else None
+        parts.append(convolution(x_part, weight[own], b_part, *fixed, last - first))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @operator("conv_transpose", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-class ConvTranspose(Conv):
+class ConvTranspose(AnyConv):
     """Transposed convolution; w is [C, F / groups, R, S]."""
 
-    reads_beyond = False
+    def read(self, call: Call) -> Request | Requests:
+        taps = self.taps(call)
+        attrs = TransposeAttrs(*taps, per_dim(call["padding"], len(taps[0])))
+        request = Request("conv_transpose", call.pick("input", "weight", "bias"), attrs)
+        return of_samples(call, request, len(taps[0]))
 
-    def read(self, call: Call) -> Request | Requests | None:
-        num_dims = len(call.shape(call["weight"])) - 2
-        attrs = {name: per_dim(call[name], num_dims) for name in ("padding", "dilation")}
-        return self._request("conv_transpose", call, attrs)
-
-    def makes_new_tensor(self, layer: Layer) -> bool:
-        return False
-
-    def axes(self, layer: Layer) -> dict[str, int]:
-        channels = layer.operands[0].shape[1] if layer.attrs["groups"] == 1 else 1
-        axes = Strategy.axes(self, layer) | {"f": layer.shape[1], "c": channels}
-        return axes if channels > 1 else {a: k for a, k in axes.items() if a != "c"}
-
-    def weight(self, split: Split, filters: Ranges) -> Layout:
-        shape, groups = split.layer.operands[1].shape, split.layer.attrs["groups"]
+    def weight(self, split: Split[TransposeAttrs], filters: Ranges) -> Layout:
+        shape, groups = split.layer.operands[1].shape, split.layer.attrs.groups
         channels = self.channels(split, filters)
         if groups > 1:  # blocks of filters may share a group: keep the channels' rows whole
             return Layout.of(shape, [channels, *map(split.whole, shape[1:])])
         return Layout.of(shape, [channels, filters, *map(split.whole, shape[2:])])
 
-    def space(self, split: Split, dim: int) -> Ranges:
+    def space(self, split: Split[TransposeAttrs], dim: int) -> Ranges:
         """The inputs i with i * stride - padding + tap inside the output block."""
         attrs, size = split.layer.attrs, split.layer.operands[0].shape[2 + dim]
         if split.dim_degree(2 + dim) == 1:
             return split.whole(size)
         ranges = split.dim_ranges(2 + dim)
-        stride, padding = attrs["stride"][dim], attrs["padding"][dim]
-        reach = attrs["dilation"][dim] * (attrs["kernel"][dim] - 1)
+        stride, padding = attrs.stride[dim], attrs.padding[dim]
+        reach = attrs.dilation[dim] * (attrs.kernel[dim] - 1)
         starts = -(-(ranges[:, 0] + padding - reach) // stride)
         stops = (ranges[:, 1] - 1 + padding) // stride + 1
         return np.clip(np.stack([starts, stops], axis=1), 0, size) * split.used[:, None]
@@ -230,9 +245,11 @@ class ConvTranspose(Conv):
             y = self._filters(local, x, weight)
         return y if bias is None or not bias.numel() else y + bias.view(-1, *[1] * (y.ndim - 2))
 
-    def _filters(self, local: Local, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _filters(
+        self, local: Local[TransposeAttrs], x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
         """Whole groups are computed; the local filters may begin or end inside one."""
-        if local.attrs["groups"] == 1:
+        if local.attrs.groups == 1:
             return self._positions(local, x, weight, 1)
         per_group = weight.shape[1]
         start, stop = local.output.starts[1], local.output.stops[1]
@@ -241,14 +258,14 @@ class ConvTranspose(Conv):
         return y[:, start - first * per_group : stop - first * per_group]
 
     def _positions(
-        self, local: Local, x: torch.Tensor, weight: torch.Tensor, groups: int
+        self, local: Local[TransposeAttrs], x: torch.Tensor, weight: torch.Tensor, groups: int
     ) -> torch.Tensor:
         """Split dimensions: every position these inputs reach, cut to the output block."""
         attrs, shape = local.attrs, local.layer.shape
-        stride, dilation = attrs["stride"], attrs["dilation"]
+        stride, dilation = attrs.stride, attrs.dilation
         padding, extra, crops = [], [], []
         for dim, (k, s, p, d) in enumerate(
-            zip(attrs["kernel"], stride, attrs["padding"], dilation, strict=True)
+            zip(attrs.kernel, stride, attrs.padding, dilation, strict=True)
         ):
             size = x.shape[2 + dim]
             if not local.is_split[2 + dim]:
@@ -265,9 +282,9 @@ class ConvTranspose(Conv):
         y = torch.convolution(x, weight, None, stride, padding, dilation, True, extra, groups)
         return functional.pad(y, crops) if any(crops) else y
 
-    def flops(self, split: Split) -> np.ndarray:
+    def flops(self, split: Split[TransposeAttrs]) -> np.ndarray:
         inputs = self.needs(split)[0].layout.numels
         shape = split.layer.operands[1].shape
         filters = split.ranges(split.layer.shape[1], "f")
-        per_group = (filters[:, 1] - filters[:, 0]) / split.layer.attrs["groups"]
+        per_group = (filters[:, 1] - filters[:, 0]) / split.layer.attrs.groups
         return 2.0 * inputs * per_group * float(np.prod(shape[2:]))

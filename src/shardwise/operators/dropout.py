@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import nn
 
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.pointwise import Pointwise
-from shardwise.operators.registry import operator
-from shardwise.operators.strategy import Local, is_active
+from shardwise.operators.strategy import Local, is_active, operator
+
+
+@dataclass(frozen=True)
+class DropoutAttrs:
+    p: float
 
 
 @operator("dropout", "dropout")
@@ -22,18 +28,17 @@ class Dropout(Pointwise):
     draws = True
     as_called = False
     keeps_bytes = 4  # the mask
-    op = "dropout"
     feature = False  # whole channels are dropped
 
     def read(self, call: Call) -> Request:
         memory = call.model.memory_order_of(call.x) or (0,)
-        attrs = call.mode(call["train"]) | {"p": call["p"], "memory": memory}
-        return Request(self.op, (call.x,), attrs)
+        traits = replace(call.mode(call["train"]), memory=memory)
+        return Request(self.op, (call.x,), DropoutAttrs(call["p"]), traits=traits)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[DropoutAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
         is_module = isinstance(local.module, nn.modules.dropout._DropoutNd)
-        p = local.module.p if is_module else local.attrs["p"]  # a module's p may change
+        p = local.module.p if is_module else local.attrs.p  # a module's p may change
         shape = local.layer.shape
         if not is_active(local) or p == 0 or 0 in shape:
             return x
@@ -41,7 +46,9 @@ class Dropout(Pointwise):
             return x * 0.0
         if self.feature:
             shape = shape[:2] + (1,) * (len(shape) - 2)
-        mask = _draw(x, shape, local.attrs["memory"], p, fused=x.is_cuda and not self.feature)
+        order = local.layer.traits.memory
+        assert order is not None
+        mask = _draw(x, shape, order, p, fused=x.is_cuda and not self.feature)
         box = local.output.slices_in(local.output.whole(local.layer.shape))
         mask = mask[box[:2]] if self.feature else mask[box]
         return x * mask * (1 / (1 - p))
@@ -58,5 +65,4 @@ def _draw(
 
 @operator("feature_dropout", "feature_dropout")
 class FeatureDropout(Dropout):
-    op = "feature_dropout"
     feature = True

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from shardwise.geometry.layout import Layout
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
+
+
+@dataclass(frozen=True)
+class GridSampleAttrs:
+    how: tuple[int, int, bool]  # the numbers of its modes, and whether corners are aligned
 
 
 @operator("grid_sample", "grid_sampler")
@@ -20,7 +26,9 @@ class GridSample(Strategy):
 
     def read(self, call: Call) -> Request:
         names = ("interpolation_mode", "padding_mode", "align_corners")
-        return Request("grid_sample", call.pick("input", "grid"), {"how": call.pick(*names)})
+        return Request(
+            "grid_sample", call.pick("input", "grid"), GridSampleAttrs(call.pick(*names))
+        )
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         x, grid = (operand.shape for operand in split.layer.operands)
@@ -28,6 +36,6 @@ class GridSample(Strategy):
         image = Layout.of(x, [samples, channels, *map(split.whole, x[2:])])
         return Need(image), Need(Layout.of(grid, [samples, *space, split.whole(grid[-1])]))
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[GridSampleAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         x, grid = tensors
-        return torch.grid_sampler(x, grid, *local.attrs["how"])
+        return torch.grid_sampler(x, grid, *local.attrs.how)

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import default_dims, inherited_dims
+from shardwise.graph.labels import Shape, inherited_dims
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import Call, Request, Requests, reshaped
+from shardwise.operators.calls import Call, Request, Requests, of_samples, reshaped
 from shardwise.operators.contraction import Contraction
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, whole
+from shardwise.operators.strategy import Inputs, Local, Need, operator, whole
 
 
 class GatheredLinear(torch.autograd.Function):
@@ -66,17 +64,13 @@ class Linear(Contraction):
         if len(call.shape(call["weight"])) != 2:  # one filter, of an output without a dimension
             return None
         request = Request("linear", call.pick("input", "weight", "bias"))
-        given, made = call.shape(), call.result
-        if len(given) == 1:
-            return reshaped(call, request, (1, *given), (1, *made), default_dims((1, *given)))
+        made = call.result
         if len(made) > 4:  # one dimension of rows is as good as many
             rows = prod(made[:-1])
-            return reshaped(call, request, (rows, given[-1]), (rows, made[-1]), "nc")
-        return request
+            return reshaped(call, request, (rows, call.shape()[-1]), (rows, made[-1]), "nc")
+        return of_samples(call, request, num_dims=0)
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
+    def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
         same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
         if same_rank and same_rank[0][-1] == "c":
             return inherited_dims(shape, inputs)
@@ -95,8 +89,7 @@ class Linear(Contraction):
         lead = [split.dim_ranges(dim) for dim in range(len(x.shape) - 1)]
         inputs = Layout.of(x.shape, [*lead, split.ranges(channels, "c")])
         block = Layout.of(weight.shape, [split.ranges(filters, "f"), split.ranges(channels, "c")])
-        needs = [Need(inputs), Need(block)]
-        return (*needs, self.bias(split)) if len(split.layer.operands) == 3 else tuple(needs)
+        return Need(inputs), Need(block), *self.bias(split)
 
     def can_gather(self, layer: Layer) -> bool:
         return all(operand.kind == "param" for operand in layer.operands[1:])

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.layout import Layout, Ranges
+from shardwise.geometry.layout import Layout
+from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.normalizing import Grouping, Normalize, NormalizeChannels
-from shardwise.operators.registry import operator
-from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, is_active
+from shardwise.operators.norm_over_ranks import Grouping, Normalize, NormalizeChannels
+from shardwise.operators.splits import Split, rows
+from shardwise.operators.strategy import Local, Need, Strategy, is_active, operator
 from shardwise.tensors import memory_format_of
 
+Grouped = tuple[Grouping, int]
+Params = tuple[Tensor | None, Tensor | None]  # weight and bias
 
-def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+
+def _with_dense_gradient(y: Tensor, x: Tensor) -> Tensor:
     """A stock batch norm of one sample, whose backward pass gets a gradient that lies like x.
 
     Of one that lies otherwise, transposed say, torch's CPU kernel makes wrong ones (torch 2.13).
@@ -30,6 +34,26 @@ def _with_dense_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         memory_format = memory_format_of(x)
         y.register_hook(lambda gradient: gradient.contiguous(memory_format=memory_format))
     return y
+
+
+@dataclass(frozen=True)
+class NormAttrs:
+    eps: float
+
+
+@dataclass(frozen=True)
+class BatchNormAttrs(NormAttrs):
+    momentum: float
+
+
+@dataclass(frozen=True)
+class GroupNormAttrs(NormAttrs):
+    groups: int
+
+
+@dataclass(frozen=True)
+class LayerNormAttrs(NormAttrs):
+    num_dims: int
 
 
 class Norm(Strategy):
@@ -49,17 +73,27 @@ class Norm(Strategy):
         params = split.layer.operands[1:]
         return Need(self.output(split)), *(Need(self.parameter(split, p.shape)) for p in params)
 
-    def normalize(
-        self, local: Local, x: torch.Tensor, weight: Any, bias: Any, grouping: Grouping, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self, local: Local[NormAttrs], tensors: list[Tensor]) -> Tensor:
+        x, weight, bias = local.tensors(tensors)
+        assert x is not None
+        if local.sums is None:
+            return self.stock(local, x, (weight, bias))
         if weight is not None:
             shape = self.weight_view(x, weight)
             weight = weight.view(shape)
             bias = bias.view(shape) if bias is not None else None
-        args = (grouping, count, local.attrs["eps"], local.sum)
-        return Normalize.apply(x, weight, bias, *args)  # type: ignore[return-value]
+        args = (*self.grouping(local, x, local.sums.shape), local.attrs.eps, local.sum)
+        return Normalize.apply(x, weight, bias, *args)[0]  # type: ignore[index]
 
-    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    def stock(self, local: Local, x: Tensor, params: Params) -> Tensor:
+        """The norm of groups that lie on this rank."""
+        raise NotImplementedError
+
+    def grouping(self, local: Local, x: Tensor, sums: Shape) -> Grouped:
+        """The groups of the local elements, and how many elements each has on all ranks."""
+        raise NotImplementedError
+
+    def weight_view(self, x: Tensor, weight: Tensor) -> list[int]:
         return [1, -1, *[1] * (x.ndim - 2)]
 
     def flops(self, split: Split) -> np.ndarray:
@@ -79,22 +113,21 @@ class BatchNorm(Norm):
         mode = call.mode(call["training"])
         if call["training"]:
             call.check_written("running_mean", "running_var")
-        always = mode["always"] or call["running_mean"] is None
-        attrs = mode | {"always": always, "momentum": call["momentum"], "eps": call["eps"]}
+        traits = replace(mode, always=mode.always or call["running_mean"] is None)
+        attrs = BatchNormAttrs(call["eps"], call["momentum"])
         names = ("input", "weight", "bias", "running_mean", "running_var")
-        return Request("batch_norm", call.pick(*names), attrs)
+        return Request("batch_norm", call.pick(*names), attrs, traits=traits)
 
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True
 
     def sums(self, split: Split) -> Layout | None:
-        axes = [a for a in ("n", "d", "h", "w") if split.degree(a) > 1]
-        if not axes:
+        if split.degree("n", "d", "h", "w") == 1:
             return None
         channels = split.layer.shape[1]
         return Layout.of((2, 1, channels), [split.whole(2), split.whole(1), split.dim_ranges(1)])
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[BatchNormAttrs], tensors: list[Tensor]) -> Tensor:
         x, weight, bias, mean, var = local.tensors(tensors)
         assert x is not None
         training = is_active(local)
@@ -108,13 +141,12 @@ class BatchNorm(Norm):
         if not training and x.numel() == 0:
             return x
         if not training or local.sums is None:
-            y = functional.batch_norm(
-                x, mean, var, weight, bias, training, momentum, local.attrs["eps"]
-            )
+            args = (weight, bias, training, momentum, local.attrs.eps)
+            y = functional.batch_norm(x, mean, var, *args)
             return _with_dense_gradient(y, x)
         if x.numel() == 0:  # no samples here, yet the statistics of this rank's channels move on
             x = x.reshape(0, local.sums.shape[2], *[1] * (x.ndim - 2))
-        args = (count, local.attrs["eps"], local.sum)
+        args = (count, local.attrs.eps, local.sum)
         y, batch_mean, batch_var = NormalizeChannels.apply(x, weight, bias, *args)  # type: ignore[misc]
         if mean is not None and var is not None:
             with torch.no_grad():
@@ -124,19 +156,14 @@ class BatchNorm(Norm):
         return y if y.shape == shape else y.reshape(shape)  # a view would be dear to overwrite
 
     @staticmethod
-    def _momentum(local: Local) -> float:
+    def _momentum(local: Local[BatchNormAttrs]) -> float:
         """The weight of this batch in the running statistics; None means a plain average."""
         module = local.module
         if not isinstance(module, _BatchNorm):
-            return local.attrs["momentum"]
+            return local.attrs.momentum
         if module.momentum is None:
             return 1.0 / max(1.0, float(module.num_batches_tracked or 0))
         return module.momentum
-
-
-def _splits_space(split: Split) -> bool:
-    """Whether a dimension behind samples and channels is cut, whatever its label."""
-    return any(split.dim_degree(dim) > 1 for dim in range(2, len(split.layer.shape)))
 
 
 @operator("instance_norm", "instance_norm")
@@ -149,23 +176,21 @@ class InstanceNorm(Norm):
                 call.check_written("running_mean", "running_var")
             return None
         tensors = call.pick("input", "weight", "bias")
-        return Request("instance_norm", tensors, {"eps": call["eps"]})
+        return Request("instance_norm", tensors, NormAttrs(call["eps"]))
 
     def sums(self, split: Split) -> Layout | None:
-        if not _splits_space(split):
+        if not split.splits_space:
             return None
         shape = (2, *split.layer.shape[:2])
         return Layout.of(shape, [split.whole(2), split.dim_ranges(0), split.dim_ranges(1)])
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        x, weight, bias = local.tensors(tensors)
-        assert x is not None
-        if local.sums is None:
-            fixed = (True, 0.0, local.attrs["eps"], torch.backends.cudnn.enabled)
-            return torch.instance_norm(x, weight, bias, None, None, *fixed)
-        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), local.sums.shape)
-        count = prod(local.layer.shape[2:])
-        return self.normalize(local, x, weight, bias, grouping, count)[0]
+    def stock(self, local: Local[NormAttrs], x: Tensor, params: Params) -> Tensor:
+        fixed = (True, 0.0, local.attrs.eps, torch.backends.cudnn.enabled)
+        return torch.instance_norm(x, *params, None, None, *fixed)
+
+    def grouping(self, local: Local, x: Tensor, sums: Shape) -> Grouped:
+        space = tuple(range(2, x.ndim))
+        return Grouping(space, tuple(x.shape), sums), prod(local.layer.shape[2:])
 
 
 @operator("group_norm", "group_norm")
@@ -175,40 +200,33 @@ class GroupNorm(Norm):
     degrees_matter = True
 
     def read(self, call: Call) -> Request:
-        attrs = {"groups": call["num_groups"], "eps": call["eps"]}
+        attrs = GroupNormAttrs(call["eps"], call["num_groups"])
         return Request("group_norm", call.pick("input", "weight", "bias"), attrs)
 
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True
 
-    def group_ranges(self, split: Split) -> Ranges:
-        channels = split.dim_ranges(1)
-        per_group = split.layer.shape[1] // split.layer.attrs["groups"]
-        return np.stack([channels[:, 0] // per_group, -(-channels[:, 1] // per_group)], axis=1)
-
-    def sums(self, split: Split) -> Layout | None:
-        channels, groups = split.layer.shape[1], split.layer.attrs["groups"]
+    def sums(self, split: Split[GroupNormAttrs]) -> Layout | None:
+        groups = split.layer.attrs.groups
         aligned = groups % split.dim_degree(1) == 0
-        if not _splits_space(split) and (aligned or split.dim_degree(1) == 1):
+        if not split.splits_space and (aligned or split.dim_degree(1) == 1):
             return None
-        assert channels % groups == 0
         shape = (2, split.layer.shape[0], groups)
-        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), self.group_ranges(split)])
+        held = rows(split.dim_ranges(1), split.layer.shape[1] // groups)
+        return Layout.of(shape, [split.whole(2), split.dim_ranges(0), held])
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        x, weight, bias = local.tensors(tensors)
-        assert x is not None
-        per_group = local.layer.shape[1] // local.attrs["groups"]
-        if local.sums is None:
-            groups = x.shape[1] // per_group
-            # torch.nn.functional's one asks for more than one value in the block of this rank
-            return torch.group_norm(x, groups, weight, bias, local.attrs["eps"])
+    def stock(self, local: Local[GroupNormAttrs], x: Tensor, params: Params) -> Tensor:
+        groups = x.shape[1] // (local.layer.shape[1] // local.attrs.groups)
+        # torch.nn.functional's one asks for more than one value in the block of this rank
+        return torch.group_norm(x, groups, *params, local.attrs.eps)
+
+    def grouping(self, local: Local[GroupNormAttrs], x: Tensor, sums: Shape) -> Grouped:
+        per_group = local.layer.shape[1] // local.attrs.groups
         start, stop = local.output.starts[1], local.output.stops[1]
         index = torch.arange(start, stop, device=x.device) // per_group - start // per_group
         one_hot = functional.one_hot(index, -(-stop // per_group) - start // per_group).double()
-        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), local.sums.shape, one_hot)
-        count = per_group * prod(local.layer.shape[2:])
-        return self.normalize(local, x, weight, bias, grouping, count)[0]
+        grouping = Grouping(tuple(range(2, x.ndim)), tuple(x.shape), sums, one_hot)
+        return grouping, per_group * prod(local.layer.shape[2:])
 
 
 @operator("layer_norm", "layer_norm")
@@ -216,15 +234,15 @@ class LayerNorm(Norm):
     """Statistics over the last dimensions, for each index of the leading ones."""
 
     def read(self, call: Call) -> Request:
-        attrs = {"num_dims": len(call["normalized_shape"]), "eps": call["eps"]}
+        attrs = LayerNormAttrs(call["eps"], len(call["normalized_shape"]))
         return Request("layer_norm", call.pick("input", "weight", "bias"), attrs)
 
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
         lead = len(split.layer.shape) - len(shape)
         return Layout.of(shape, [split.dim_ranges(lead + dim) for dim in range(len(shape))])
 
-    def sums(self, split: Split) -> Layout | None:
-        lead = len(split.layer.shape) - split.layer.attrs["num_dims"]
+    def sums(self, split: Split[LayerNormAttrs]) -> Layout | None:
+        lead = len(split.layer.shape) - split.layer.attrs.num_dims
         if all(split.dim_degree(dim) == 1 for dim in range(lead, len(split.layer.shape))):
             return None
         if lead == 0:  # one pair of sums
@@ -232,16 +250,14 @@ class LayerNorm(Norm):
         shape = (2, *split.layer.shape[:lead])
         return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        x, weight, bias = local.tensors(tensors)
-        assert x is not None
-        num_dims = local.attrs["num_dims"]
-        lead = x.ndim - num_dims
-        if local.sums is None:
-            return functional.layer_norm(x, x.shape[lead:], weight, bias, local.attrs["eps"])
-        grouping = Grouping(tuple(range(lead, x.ndim)), tuple(x.shape), local.sums.shape)
-        count = prod(local.layer.shape[lead:])
-        return self.normalize(local, x, weight, bias, grouping, count)[0]
+    def stock(self, local: Local[LayerNormAttrs], x: Tensor, params: Params) -> Tensor:
+        shape = x.shape[x.ndim - local.attrs.num_dims :]
+        return functional.layer_norm(x, shape, *params, local.attrs.eps)
 
-    def weight_view(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+    def grouping(self, local: Local[LayerNormAttrs], x: Tensor, sums: Shape) -> Grouped:
+        lead = x.ndim - local.attrs.num_dims
+        within = tuple(range(lead, x.ndim))
+        return Grouping(within, tuple(x.shape), sums), prod(local.layer.shape[lead:])
+
+    def weight_view(self, x: Tensor, weight: Tensor) -> list[int]:
         return list(weight.shape)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.layer_graph import Layer
+from shardwise.graph.layer_graph import Layer, Traits
 from shardwise.operators.calls import Call, Request, bare, draws, tensor_nodes
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, broadcast
+from shardwise.operators.strategy import Local, Need, Strategy, broadcast, operator
 
 
 @operator("input")
@@ -52,15 +49,14 @@ OTHERWISE_IN_PLACE = frozenset(
 
 def as_called(op: str, call: Call, overwrites: bool = False) -> Request:
     """A layer that runs the call itself, on parts of its tensors or on the whole ones."""
-    attrs: dict[str, Any] = {
-        "called": bare(call.name),
-        "written": call.in_place,
-        "in_place": call.in_place and overwrites,
-        "on_a_copy": call.in_place and call.name in OTHERWISE_IN_PLACE,
-    }
-    if draws(call.node):
-        attrs["draws"] = True
-    return Request(op, tuple(tensor_nodes(call.node)), attrs)
+    traits = Traits(
+        called=bare(call.name),
+        written=call.in_place,
+        in_place=call.in_place and overwrites,
+        on_a_copy=call.in_place and call.name in OTHERWISE_IN_PLACE,
+        draws=draws(call.node),
+    )
+    return Request(op, tuple(tensor_nodes(call.node)), traits=traits)
 
 
 # What the backward pass of an operator reads; all others read their operands.
@@ -79,22 +75,22 @@ class Pointwise(Strategy):
         return as_called("pointwise", call, overwrites=True)
 
     def ends_gradient(self, layer: Layer) -> bool:
-        return layer.attrs.get("called") == "detach"
+        return layer.traits.called == "detach"
 
     def makes_new_tensor(self, layer: Layer) -> bool:
-        return layer.attrs.get("called") in ("add", "sub")
+        return layer.traits.called in ("add", "sub")
 
     def keeps(self, layer: Layer) -> bool:
-        return layer.attrs.get("called") not in {*KEEP_NOTHING, *KEEP_OUTPUT}
+        return layer.traits.called not in {*KEEP_NOTHING, *KEEP_OUTPUT}
 
     def keeps_output(self, layer: Layer) -> bool:
-        return layer.attrs.get("called") in KEEP_OUTPUT
+        return layer.traits.called in KEEP_OUTPUT
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return tuple(Need(broadcast(split, o.shape)) for o in split.layer.operands)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        if local.moved and local.attrs["called"] == "relu":
+        if local.moved and local.layer.traits.called == "relu":
             return SignReLU.apply(*tensors)  # type: ignore[return-value]
         return local.layer.call(tensors, local.in_place)
 

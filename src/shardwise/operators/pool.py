@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,26 +11,37 @@ from torch.nn import functional
 
 from shardwise.errors import CaptureError
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims
-from shardwise.operators.calls import Call, Request, Requests, per_dim, reshaped
+from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.conv import window
 from shardwise.operators.reduce import reduction
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
 
-MAX_POOL = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
-AVG_POOL = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
-ADAPTIVE_AVG = {
-    1: functional.adaptive_avg_pool1d,
-    2: functional.adaptive_avg_pool2d,
-    3: functional.adaptive_avg_pool3d,
-}
-ADAPTIVE_MAX = {
-    1: functional.adaptive_max_pool1d,
-    2: functional.adaptive_max_pool2d,
-    3: functional.adaptive_max_pool3d,
-}
+NUM_DIMS = (1, 2, 3)
+Stock = dict[int, Callable[..., torch.Tensor]]  # operators of torch, by their number of dimensions
+
+
+def by_num_dims(name: str) -> Stock:
+    """What torch has for an operator in one, two and three dimensions."""
+    return {n: getattr(functional, f"{name}{n}d") for n in NUM_DIMS}
+
+
+MAX_POOL, AVG_POOL = by_num_dims("max_pool"), by_num_dims("avg_pool")
+
+
+@dataclass(frozen=True)
+class PoolAttrs:
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    ceil_mode: bool
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AvgPoolAttrs(PoolAttrs):
+    count_include_pad: bool
+    divisor: int | None
 
 
 class Pool(Strategy):
@@ -41,24 +52,24 @@ class Pool(Strategy):
     reads_beyond = True
 
     @staticmethod
-    def window(call: Call) -> dict[str, Any]:
+    def window(call: Call) -> PoolAttrs:
         """What all poolings say of their windows."""
         num_dims = call.num_dims
         kernel = per_dim(call["kernel_size"], num_dims)
-        return {
-            "kernel": kernel,
-            "stride": per_dim(call["stride"], num_dims) if call["stride"] else kernel,
-            "padding": per_dim(call["padding"], num_dims),
-            "ceil_mode": call["ceil_mode"],
-        }
+        return PoolAttrs(
+            kernel=kernel,
+            stride=per_dim(call["stride"], num_dims) if call["stride"] else kernel,
+            padding=per_dim(call["padding"], num_dims),
+            ceil_mode=call["ceil_mode"],
+            dilation=per_dim(call.args.get("dilation", 1), num_dims),  # averages have none
+        )
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        shape, attrs = split.layer.operands[0].shape, split.layer.attrs
+    def needs(self, split: Split[PoolAttrs]) -> tuple[Need, ...]:
+        shape, a = split.layer.operands[0].shape, split.layer.attrs
         ranges = [split.dim_ranges(0), split.dim_ranges(1)]
-        split_space = any(split.dim_degree(dim) > 1 for dim in range(2, len(shape)))
         for dim in range(len(shape) - 2):
-            if split_space:
-                window_of = [attrs[key][dim] for key in ("kernel", "stride", "padding", "dilation")]
+            if split.splits_space:
+                window_of = a.kernel[dim], a.stride[dim], a.padding[dim], a.dilation[dim]
                 ranges.append(window(split.dim_ranges(2 + dim), *window_of))
             else:
                 ranges.append(split.whole(shape[2 + dim]))
@@ -78,19 +89,16 @@ class Pool(Strategy):
         """A part of space, on an input that already holds its padding."""
         raise NotImplementedError
 
-    def flops(self, split: Split) -> np.ndarray:
-        return self.output(split).numels * float(np.prod(split.layer.attrs["kernel"]))
+    def flops(self, split: Split[PoolAttrs]) -> np.ndarray:
+        return self.output(split).numels * float(np.prod(split.layer.attrs.kernel))
 
 
-def of_samples(call: Call, request: Request) -> Request | Requests:
-    """Of samples, or of a single one: its first dimension is channels, of which there are some."""
+def pooled(op: str, call: Call, attrs: PoolAttrs | None = None) -> Request | Requests:
+    """Pooling of samples, or of a single one: its first dimension is channels, of which it has."""
     given = call.shape()
-    if len(given) != call.num_dims + 1:
-        return request
-    if given[0] == 0:
+    if len(given) == call.num_dims + 1 and given[0] == 0:
         raise CaptureError(f"a sample of {'x'.join(map(str, given))} has no channels to pool")
-    one = (1, *given)
-    return reshaped(call, request, one, (1, *call.result), default_dims(one))
+    return of_samples(call, Request(op, (call.x,), attrs), call.num_dims)
 
 
 @operator("max_pool", "max_pool1d", "max_pool2d", "max_pool3d")
@@ -99,44 +107,38 @@ class MaxPool(Pool):
     keeps_bytes = 8  # where each maximum was found
 
     def read(self, call: Call) -> Request | Requests:
-        dilation = per_dim(call["dilation"], call.num_dims)
-        attrs = self.window(call) | {"dilation": dilation}
-        return of_samples(call, Request("max_pool", (call.x,), attrs))
+        return pooled("max_pool", call, self.window(call))
 
-    def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
+    def pool(self, local: Local[PoolAttrs], x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
-        return MAX_POOL[x.ndim - 2](
-            x, a["kernel"], a["stride"], a["padding"], a["dilation"], a["ceil_mode"]
-        )
+        return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, a.padding, a.dilation, a.ceil_mode)
 
-    def pool_padded(self, local: Local, x: torch.Tensor) -> torch.Tensor:
+    def pool_padded(self, local: Local[PoolAttrs], x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
-        return MAX_POOL[x.ndim - 2](x, a["kernel"], a["stride"], 0, a["dilation"])
+        return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, 0, a.dilation)
 
 
 @operator("avg_pool", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 class AvgPool(Pool):
     def read(self, call: Call) -> Request | Requests:
-        attrs = self.window(call) | {
-            "dilation": (1,) * call.num_dims,
-            "count_include_pad": call["count_include_pad"],
-            "divisor": None if call.num_dims == 1 else call["divisor_override"],
-        }
-        return of_samples(call, Request("avg_pool", (call.x,), attrs))
+        divisor = None if call.num_dims == 1 else call["divisor_override"]
+        window = vars(self.window(call))
+        attrs = AvgPoolAttrs(**window, count_include_pad=call["count_include_pad"], divisor=divisor)
+        return pooled("avg_pool", call, attrs)
 
-    def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
+    def pool(self, local: Local[AvgPoolAttrs], x: torch.Tensor) -> torch.Tensor:
         a = local.attrs
-        args = (a["kernel"], a["stride"], a["padding"], a["ceil_mode"], a["count_include_pad"])
+        args = (a.kernel, a.stride, a.padding, a.ceil_mode, a.count_include_pad)
         if x.ndim == 3:
             return functional.avg_pool1d(x, *args)
-        return AVG_POOL[x.ndim - 2](x, *args, divisor_override=a["divisor"])
+        return AVG_POOL[x.ndim - 2](x, *args, divisor_override=a.divisor)
 
-    def pool_padded(self, local: Local, x: torch.Tensor) -> torch.Tensor:
+    def pool_padded(self, local: Local[AvgPoolAttrs], x: torch.Tensor) -> torch.Tensor:
         """The sum over each window divided by what the stock operator would divide by."""
-        kernel, stride = local.attrs["kernel"], local.attrs["stride"]
+        kernel, stride = local.attrs.kernel, local.attrs.stride
         sums = AVG_POOL[x.ndim - 2](x, kernel, stride) * float(np.prod(kernel))
-        if local.attrs["divisor"]:
-            return sums / local.attrs["divisor"]
+        if local.attrs.divisor:
+            return sums / local.attrs.divisor
         counts = torch.ones((), dtype=x.dtype, device=x.device)
         for dim in range(x.ndim - 2):
             count = torch.from_numpy(self._counts(local, dim)).to(x)
@@ -144,14 +146,14 @@ class AvgPool(Pool):
         return sums / counts
 
     @staticmethod
-    def _counts(local: Local, dim: int) -> np.ndarray:
+    def _counts(local: Local[AvgPoolAttrs], dim: int) -> np.ndarray:
         """How many elements of this dimension each local window averages over."""
         a = local.attrs
         size = local.layer.operands[0].shape[2 + dim]
-        pad = a["padding"][dim] if a["count_include_pad"] else 0
+        pad = a.padding[dim] if a.count_include_pad else 0
         index = np.arange(local.output.starts[2 + dim], local.output.stops[2 + dim])
-        starts = index * a["stride"][dim] - a["padding"][dim]
-        stops = np.minimum(starts + a["kernel"][dim], size + pad)
+        starts = index * a.stride[dim] - a.padding[dim]
+        stops = np.minimum(starts + a.kernel[dim], size + pad)
         return (stops - np.maximum(starts, -pad)).astype(np.float64)
 
 
@@ -166,7 +168,7 @@ class AdaptivePool(Strategy):
     """Pooling to a given size; the windows of neighbouring outputs may overlap."""
 
     keeps_inputs, draws, needs_float32 = True, False, False
-    stock: dict[int, Any]
+    stock: Stock
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         shape, out = split.layer.operands[0].shape, split.layer.shape
@@ -177,54 +179,43 @@ class AdaptivePool(Strategy):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Unsplit dimensions go to the stock operator whole, split ones output by output."""
-        (x,) = tensors
-        num_dims = x.ndim - 2
-        steps = [self._steps(local, 2 + dim) for dim in range(num_dims)]
-        parts = []
-        for windows in itertools.product(*steps):
-            cut = (slice(None), slice(None), *(slice(a, b) for a, b, _ in windows))
-            parts.append(self.stock[num_dims](x[cut], [size for _, _, size in windows]))
-        for dim in reversed(range(num_dims)):
-            count = len(steps[dim])
-            if count > 1:
-                parts = [
-                    torch.cat(parts[i : i + count], 2 + dim) for i in range(0, len(parts), count)
-                ]
-        return parts[0]
+        return self._pooled(local, tensors[0], (slice(None), slice(None)))
 
-    @staticmethod
-    def _steps(local: Local, dim: int) -> list[tuple[int, int, int]]:
-        """Local input rows and the number of outputs they give, one entry per stock call."""
-        size, outputs = local.layer.operands[0].shape[dim], local.layer.shape[dim]
+    def _pooled(self, local: Local, x: torch.Tensor, cut: tuple[slice, ...]) -> torch.Tensor:
+        """What comes of a part of x, of which the first dimensions are cut."""
+        dim, outputs = len(cut), local.layer.shape
+        if dim == x.ndim:
+            sizes = [1 if local.is_split[d] else outputs[d] for d in range(2, dim)]
+            return self.stock[dim - 2](x[cut], sizes)
         if not local.is_split[dim]:
-            return [(0, size, outputs)]
-        origin = local.needs[0].starts[dim]
-        steps = []
-        for index in range(local.output.starts[dim], local.output.stops[dim]):
-            start, stop = index * size // outputs, -(-(index + 1) * size // outputs)
-            steps.append((start - origin, stop - origin, 1))
-        return steps
+            return self._pooled(local, x, (*cut, slice(None)))
+        index = np.arange(local.output.starts[dim], local.output.stops[dim])
+        ranges = np.stack([index, index + 1], axis=1)
+        windows = adaptive_window(ranges, local.layer.operands[0].shape[dim], outputs[dim])
+        windows = (windows - local.needs[0].starts[dim]).tolist()
+        parts = [self._pooled(local, x, (*cut, slice(a, b))) for a, b in windows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def flops(self, split: Split) -> np.ndarray:
         return self.needs(split)[0].layout.numels.astype(float)
 
 
-@operator("adaptive_avg_pool", *(f"adaptive_avg_pool{n}d" for n in (1, 2, 3)))
+@operator("adaptive_avg_pool", *(f"adaptive_avg_pool{n}d" for n in NUM_DIMS))
 class AdaptiveAvgPool(AdaptivePool):
-    stock = ADAPTIVE_AVG
+    stock = by_num_dims("adaptive_avg_pool")
 
     def read(self, call: Call) -> Request | Requests:
         num_dims, last = call.num_dims, len(call.shape())
         if set(per_dim(call["output_size"], num_dims)) == {1}:  # a mean: it can be summed in parts
             return reduction(call, "mean", tuple(range(last - num_dims, last)), keepdim=True)
-        return of_samples(call, Request("adaptive_avg_pool", (call.x,)))
+        return pooled("adaptive_avg_pool", call)
 
 
-@operator("adaptive_max_pool", *(f"adaptive_max_pool{n}d" for n in (1, 2, 3)))
+@operator("adaptive_max_pool", *(f"adaptive_max_pool{n}d" for n in NUM_DIMS))
 class AdaptiveMaxPool(AdaptivePool):
-    stock = ADAPTIVE_MAX
+    stock = by_num_dims("adaptive_max_pool")
 
     def read(self, call: Call) -> Request | Requests | None:
         if call.item:  # where each maximum was found
             return None
-        return of_samples(call, Request("adaptive_max_pool", (call.x,)))
+        return pooled("adaptive_max_pool", call)

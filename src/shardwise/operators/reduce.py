@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.geometry.layout import Layout, Ranges
+from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import LABEL_AXES, Split
-from shardwise.operators.strategy import Local, Need, Strategy, narrow
+from shardwise.operators.strategy import Inputs, Local, Need, Strategy, narrow, operator
 
 SPACE = ("d", "h", "w")
 
 
+@dataclass(frozen=True)
+class ReduceAttrs:
+    kind: str  # mean, sum, amax or amin
+    dims: tuple[int, ...]
+    keepdim: bool
+    labels: str  # of the operand's dimensions
+
+
 def reduction(call: Call, kind: str, dims: tuple[int, ...], keepdim: bool) -> Request:
     labels = call.model.labels_of(call.x)
-    attrs = {"kind": kind, "dims": dims, "keepdim": keepdim, "labels": labels}
-    return Request("reduce", (call.x,), attrs)
+    return Request("reduce", (call.x,), ReduceAttrs(kind, dims, keepdim, labels))
 
 
 @operator("reduce", "mean", "sum", "amax", "amin")
@@ -43,43 +49,38 @@ class Reduce(Strategy):
         dims = tuple(sorted(d % num_dims for d in dims)) if dims else tuple(range(num_dims))
         return reduction(call, call.name, dims, call.get("keepdim", False))
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        gone = "." if attrs["keepdim"] else ""
-        labels = enumerate(attrs["labels"])
-        return "".join(gone if dim in attrs["dims"] else label for dim, label in labels) or "."
+    def labels(self, attrs: ReduceAttrs, shape: Shape, inputs: Inputs) -> str:
+        gone = "." if attrs.keepdim else ""
+        labels = enumerate(attrs.labels)
+        return "".join(gone if dim in attrs.dims else label for dim, label in labels) or "."
 
-    def axes(self, layer: Layer) -> dict[str, int]:
+    def axes(self, layer: Layer[ReduceAttrs]) -> dict[str, int]:
         return super().axes(layer) | self._summed(layer)
 
-    def _summed(self, layer: Layer) -> dict[str, int]:
+    def _summed(self, layer: Layer[ReduceAttrs]) -> dict[str, int]:
         """Spatial axes of reduced dimensions, over which partial sums can be made."""
-        if layer.attrs["kind"] not in ("mean", "sum") or "c" not in layer.dims:
+        if layer.attrs.kind not in ("mean", "sum") or "c" not in layer.dims:
             return {}
-        labels = layer.attrs["labels"]
+        labels = layer.attrs.labels
         return {
             labels[dim]: layer.operands[0].shape[dim]
-            for dim in layer.attrs["dims"]
+            for dim in layer.attrs.dims
             if labels[dim] in SPACE
         }
 
-    def _input_ranges(self, split: Split) -> list[Ranges]:
+    def _input_ranges(self, split: Split[ReduceAttrs]) -> list[Ranges]:
         layer = split.layer
-        reduced, summed = layer.attrs["dims"], self._summed(layer)
+        reduced, summed = layer.attrs.dims, self._summed(layer)
         ranges, out_dim = [], 0
         for dim, size in enumerate(layer.operands[0].shape):
-            label = layer.attrs["labels"][dim]
+            label = layer.attrs.labels[dim]
             if dim in reduced:
                 ranges.append(split.ranges(size, label) if label in summed else split.whole(size))
-                out_dim += layer.attrs["keepdim"]
+                out_dim += layer.attrs.keepdim
             else:
-                ranges.append(self._kept(split, out_dim))
+                ranges.append(split.dim_ranges(out_dim))
                 out_dim += 1
         return ranges
-
-    def _kept(self, split: Split, dim: int) -> Ranges:
-        return split.dim_ranges(dim)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return (Need(Layout.of(split.layer.operands[0].shape, self._input_ranges(split))),)
@@ -99,9 +100,9 @@ class Reduce(Strategy):
         ranges[dim] = split.ranges(shape[dim], *axes)
         return Layout.of(shape, ranges)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[ReduceAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
-        kind, dims, keepdim = (local.attrs[k] for k in ("kind", "dims", "keepdim"))
+        kind, dims, keepdim = local.attrs.kind, local.attrs.dims, local.attrs.keepdim
         if kind in ("amax", "amin"):
             y = getattr(x, kind)(dims, keepdim)
         else:
@@ -115,6 +116,13 @@ class Reduce(Strategy):
         return self.needs(split)[0].layout.numels.astype(float)
 
 
+@dataclass(frozen=True)
+class DimAttrs:
+    """What operators along one dimension say."""
+
+    dim: int
+
+
 @operator("whole_dim", "cumsum")
 class WholeDim(Strategy):
     """One dimension is needed whole, then cut to the block."""
@@ -123,10 +131,10 @@ class WholeDim(Strategy):
     as_called = True
 
     def read(self, call: Call) -> Request:
-        return Request("whole_dim", (call.x,), {"dim": call["dim"] % len(call.shape())})
+        return Request(self.op, (call.x,), DimAttrs(call["dim"] % len(call.shape())))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        shape, whole_dim = split.layer.shape, split.layer.attrs["dim"]
+    def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
+        shape, whole_dim = split.layer.shape, split.layer.attrs.dim
         ranges = [
             split.whole(size) if dim == whole_dim else split.dim_ranges(dim)
             for dim, size in enumerate(shape)
@@ -143,6 +151,3 @@ class WholeDim(Strategy):
 @operator("softmax", "softmax", "log_softmax")
 class Softmax(WholeDim):
     needs_float32 = True
-
-    def read(self, call: Call) -> Request:
-        return replace(super().read(call), op="softmax")

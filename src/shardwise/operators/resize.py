@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,22 +12,20 @@ from torch.nn import functional
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.registry import operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy
+from shardwise.operators.strategy import Local, Need, Strategy, operator
 
-STOCK_MODES = {
-    ("nearest", 1): "nearest",
-    ("nearest", 2): "nearest",
-    ("nearest", 3): "nearest",
-    ("linear", 1): "linear",
-    ("linear", 2): "bilinear",
-    ("linear", 3): "trilinear",
-}
-
-
+# Torch's modes, by the number of dimensions.
+STOCK_MODES = {"nearest": ("nearest",) * 3, "linear": ("linear", "bilinear", "trilinear")}
 NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+
+
+@dataclass(frozen=True)
+class InterpolateAttrs:
+    mode: str  # nearest or linear
+    scales: tuple[float, ...] | None
+    align_corners: bool | None
 
 
 @operator("interpolate", *NEAREST, *LINEAR)
@@ -37,11 +36,11 @@ class Interpolate(Strategy):
 
     def read(self, call: Call) -> Request:
         linear = call.name in LINEAR
-        attrs = {
-            "mode": "linear" if linear else "nearest",
-            "scales": tuple(call["scale_factors"]) if call["scale_factors"] else None,
-            "align_corners": call["align_corners"] if linear else None,
-        }
+        attrs = InterpolateAttrs(
+            mode="linear" if linear else "nearest",
+            scales=tuple(call["scale_factors"]) if call["scale_factors"] else None,
+            align_corners=call["align_corners"] if linear else None,
+        )
         return Request("interpolate", (call["input"],), attrs)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
@@ -68,16 +67,14 @@ class Interpolate(Strategy):
         return x
 
     @staticmethod
-    def _stock(local: Local, x: torch.Tensor) -> torch.Tensor:
-        attrs = local.attrs
-        size = None if attrs["scales"] else local.layer.shape[2:]
-        mode = STOCK_MODES[attrs["mode"], x.ndim - 2]
-        return functional.interpolate(
-            x, size, attrs["scales"], mode, align_corners=attrs["align_corners"]
-        )
+    def _stock(local: Local[InterpolateAttrs], x: torch.Tensor) -> torch.Tensor:
+        scales, corners = local.attrs.scales, local.attrs.align_corners
+        size = None if scales else local.layer.shape[2:]
+        mode = STOCK_MODES[local.attrs.mode][x.ndim - 3]
+        return functional.interpolate(x, size, scales, mode, align_corners=corners)
 
     @staticmethod
-    def _along(local: Local, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def _along(local: Local[InterpolateAttrs], x: torch.Tensor, dim: int) -> torch.Tensor:
         """One dimension: the two neighbours, weighted."""
         low, high, weight = taps(local.layer, dim)
         cut = slice(local.output.starts[dim], local.output.stops[dim])
@@ -86,25 +83,26 @@ class Interpolate(Strategy):
         def pick(index: np.ndarray) -> torch.Tensor:
             return x.index_select(dim, torch.from_numpy(index[cut] - origin).to(x.device))
 
-        if local.attrs["mode"] == "nearest":
+        if local.attrs.mode == "nearest":
             return pick(low)
         shape = [-1 if d == dim else 1 for d in range(x.ndim)]
         w = torch.from_numpy(weight[cut]).to(x).view(shape)
         return pick(low) * (1 - w) + pick(high) * w
 
 
-def taps(layer: Layer, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def taps(layer: Layer[InterpolateAttrs], dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For every output index: the lower and upper neighbour and the upper one's weight."""
     attrs = layer.attrs
     size, outputs = layer.operands[0].shape[dim], layer.shape[dim]
     index = np.arange(outputs, dtype=np.float64)
     scale = size / outputs
-    if attrs["scales"]:
-        scale = 1.0 / attrs["scales"][dim - 2]
-    if attrs["mode"] == "nearest":
-        low = _nearest(size, outputs, attrs["scales"] and attrs["scales"][dim - 2], layer.dtype)
+    given = attrs.scales[dim - 2] if attrs.scales else None
+    if given:
+        scale = 1.0 / given
+    if attrs.mode == "nearest":
+        low = _nearest(size, outputs, given, layer.dtype)
         return low, low, np.zeros(outputs)
-    if attrs["align_corners"]:
+    if attrs.align_corners:
         position = index * ((size - 1) / (outputs - 1) if outputs > 1 else 0.0)
     else:
         position = np.maximum((index + 0.5) * scale - 0.5, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from shardwise.errors import CaptureError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout, Ranges
-from shardwise.graph.labels import default_dims, view_dims, view_groups
+from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import PREVIOUS, Call, Request, Requests
-from shardwise.operators.registry import operator
-from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Function, Local, Need, Strategy, narrow
+from shardwise.operators.calls import PREVIOUS, Call, Request, Requests, permuted
+from shardwise.operators.reduce import DimAttrs
+from shardwise.operators.splits import Split, rows
+from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow, operator
+
+Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
 
 
 class Moves(Strategy):
@@ -57,9 +60,7 @@ class View(Moves):
             )
         return Request("view", (call.x,))
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
+    def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
         return view_dims(inputs[0], shape) if inputs else default_dims(shape)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
@@ -68,13 +69,11 @@ class View(Moves):
             return (Need(Layout.on(source, split.world, ())),)
         ranges: list[Ranges] = [split.whole(size) for size in source]
         for ins, outs in view_groups(source, target):
-            in_lead, out_lead = _lead(ins, source), _lead(outs, target)
+            in_lead, row_in = _rows(ins, source)
+            out_lead, row_out = _rows(outs, target)
             if in_lead is None or out_lead is None:
                 continue
-            row_in = prod(source[d] for d in ins) // source[in_lead]
-            row_out = prod(target[d] for d in outs) // target[out_lead]
-            flat = split.dim_ranges(out_lead) * row_out
-            ranges[in_lead] = np.stack([flat[:, 0] // row_in, -(-flat[:, 1] // row_in)], axis=1)
+            ranges[in_lead] = rows(split.dim_ranges(out_lead) * row_out, row_in)
         layout = Layout.of(source, ranges)
         empty = self.output(split).numels == 0  # also where the empty dimension is not the lead
         if empty.any():
@@ -88,66 +87,61 @@ class View(Moves):
         """Rows are flattened group by group, cut to whole output rows, and reshaped."""
         source, target = local.layer.operands[0].shape, local.layer.shape
         held, out = local.needs[0], local.output
-        flat_sizes, flat_cuts, rows = [], [], list(target)
+        flat_sizes, flat_cuts, made = [], [], list(target)
         for ins, outs in view_groups(source, target):
             size = prod(held.shape[d] for d in ins)
             flat_sizes.append(size)
-            in_lead, out_lead = _lead(ins, source), _lead(outs, target)
+            in_lead, row_in = _rows(ins, source)
+            out_lead, row_out = _rows(outs, target)
             if in_lead is None or out_lead is None:
                 flat_cuts.append(slice(None))
                 continue
-            row_in = prod(source[d] for d in ins) // source[in_lead]
-            row_out = prod(target[d] for d in outs) // target[out_lead]
             start = out.starts[out_lead] * row_out - held.starts[in_lead] * row_in
-            rows[out_lead] = out.shape[out_lead]
-            flat_cuts.append(slice(start, start + rows[out_lead] * row_out))
+            made[out_lead] = out.shape[out_lead]
+            flat_cuts.append(slice(start, start + made[out_lead] * row_out))
         sizes = zip(flat_cuts, flat_sizes, strict=True)
         whole = all(len(range(*cut.indices(size))) == size for cut, size in sizes)
         lead_box = Box(
-            tuple(out.starts[d] if rows[d] != target[d] else 0 for d in range(len(target))),
-            tuple(out.stops[d] if rows[d] != target[d] else target[d] for d in range(len(target))),
+            tuple(out.starts[d] if made[d] != target[d] else 0 for d in range(len(target))),
+            tuple(out.stops[d] if made[d] != target[d] else target[d] for d in range(len(target))),
         )
         crop = None if lead_box == out else out.slices_in(lead_box)
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             x = tensors[0] if whole else tensors[0].reshape(flat_sizes)[tuple(flat_cuts)]
-            y = x.reshape(rows)
+            y = x.reshape(made)
             return y if crop is None else y[crop]
 
         return run
 
 
-def _lead(dims: list[int], shape: tuple[int, ...]) -> int | None:
-    """The first dimension of a group that is longer than one."""
-    return next((d for d in dims if shape[d] > 1), None)
+def _rows(dims: list[int], shape: Shape) -> tuple[int | None, int]:
+    """The first dimension of a group that is longer than one, and the elements of a row of it."""
+    lead = next((d for d in dims if shape[d] > 1), None)
+    return lead, 1 if lead is None else prod(shape[d] for d in dims) // shape[lead]
+
+
+@dataclass(frozen=True)
+class PermuteAttrs:
+    order: tuple[int, ...]
 
 
 @operator("permute", "permute", "transpose", "t")
 class Permute(Moves):
     def read(self, call: Call) -> Request:
-        num_dims = len(call.shape())
-        order = list(range(num_dims))
-        if call.name == "permute":
-            order = [d % num_dims for d in call["dims"]]
-        elif call.name == "t":
-            order = order[::-1]
-        elif order:
-            a, b = call["dim0"], call["dim1"]
-            order[a], order[b] = order[b], order[a]
-        return Request("permute", (call.x,), {"order": tuple(order) or (0,)})
+        order = permuted(call.name, call.args, len(call.shape()))
+        return Request("permute", (call.x,), PermuteAttrs(order or (0,)))
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
-        return "".join(inputs[0][1][d] for d in attrs["order"]) if inputs else default_dims(shape)
+    def labels(self, attrs: PermuteAttrs, shape: Shape, inputs: Inputs) -> str:
+        return "".join(inputs[0][1][d] for d in attrs.order) if inputs else default_dims(shape)
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        order = split.layer.attrs["order"]
+    def needs(self, split: Split[PermuteAttrs]) -> tuple[Need, ...]:
+        order = split.layer.attrs.order
         ranges = [split.dim_ranges(order.index(dim)) for dim in range(len(order))]
         return (Need(Layout.of(split.layer.operands[0].shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].permute(local.attrs["order"])
+    def run(self, local: Local[PermuteAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0].permute(local.attrs.order)
 
 
 @operator("cat", "cat")
@@ -159,10 +153,10 @@ class Cat(Moves):
         ranks = {len(call.shape(tensor)) for tensor in tensors}
         if len(ranks) > 1:  # legacy empty tensors
             return None
-        return Request("cat", tensors, {"dim": call["dim"] % ranks.pop()})
+        return Request("cat", tensors, DimAttrs(call["dim"] % ranks.pop()))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        dim = split.layer.attrs["dim"]
+    def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
+        dim = split.layer.attrs.dim
         ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
         needs, offset = [], 0
         for operand in split.layer.operands:
@@ -173,14 +167,20 @@ class Cat(Moves):
             offset += size
         return tuple(needs)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[DimAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         parts = [t for t, box in zip(tensors, local.needs, strict=True) if not box.empty]
         kind = reduce(torch.promote_types, [t.dtype for t in tensors])  # of those elsewhere too
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs["dim"])
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs.dim)
         return joined.to(kind)
 
 
 CHUNKS = ("chunk", "split", "split_with_sizes")
+
+
+@dataclass(frozen=True)
+class SliceAttrs(DimAttrs):
+    start: int
+    step: int = 1
 
 
 @operator("slice", "slice", "narrow", "select", "unbind", *CHUNKS)
@@ -203,25 +203,32 @@ class Slice(Moves):
         else:  # one index of a dimension: a slice, then a view without that dimension
             start = (call["index"] if call.name == "select" else call.item) % shape[dim]
             cut = (*shape[:dim], 1, *shape[dim + 1 :])
-            attrs = {"dim": dim, "start": start, "step": 1}
-            return [Request("slice", (call.x,), attrs, cut), Request("view", (PREVIOUS,))]
-        return Request("slice", (call.x,), {"dim": dim, "start": start, "step": step})
+            part = Request("slice", (call.x,), SliceAttrs(dim, start), cut)
+            return [part, Request("view", (PREVIOUS,))]
+        return Request("slice", (call.x,), SliceAttrs(dim, start, step))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
+    def needs(self, split: Split[SliceAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
         ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
-        cut = ranges[attrs["dim"]]
-        starts = cut[:, 0] * attrs["step"] + attrs["start"]
-        stops = (cut[:, 1] - 1) * attrs["step"] + attrs["start"] + 1
+        cut = ranges[attrs.dim]
+        starts = cut[:, 0] * attrs.step + attrs.start
+        stops = (cut[:, 1] - 1) * attrs.step + attrs.start + 1
         filled = (cut[:, 1] > cut[:, 0])[:, None]
-        ranges[attrs["dim"]] = np.stack([starts, stops], axis=1) * filled
+        ranges[attrs.dim] = np.stack([starts, stops], axis=1) * filled
         return (Need(Layout.of(shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        step = local.attrs["step"]
+    def run(self, local: Local[SliceAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        step = local.attrs.step
         if step == 1:
             return tensors[0]
-        return tensors[0][(slice(None),) * local.attrs["dim"] + (slice(None, None, step),)]
+        return tensors[0][(slice(None),) * local.attrs.dim + (slice(None, None, step),)]
+
+
+@dataclass(frozen=True)
+class PadAttrs:
+    pads: Pads
+    mode: str
+    value: float
 
 
 @operator("pad", "pad", "constant_pad_nd")
@@ -239,16 +246,22 @@ class Pad(Moves):
         pads = tuple((flat[2 * i], flat[2 * i + 1]) for i in reversed(range(len(shape))))
         if mode != "constant":
             return EdgePad.along(call.x, shape, pads, mode)
-        return Request("pad", (call.x,), {"pads": pads, "mode": mode, "value": call["value"] or 0})
+        return Request("pad", (call.x,), PadAttrs(pads, mode, call["value"] or 0))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
+    def needs(self, split: Split[PadAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
-        ranges = [split.dim_ranges(d) - attrs["pads"][d][0] for d in range(len(shape))]
+        ranges = [split.dim_ranges(d) - attrs.pads[d][0] for d in range(len(shape))]
         ranges = [r * split.used[:, None] for r in ranges]
-        return (Need(Layout.of(shape, ranges), float(attrs["value"])),)
+        return (Need(Layout.of(shape, ranges), float(attrs.value)),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
+
+
+@dataclass(frozen=True)
+class EdgePadAttrs(DimAttrs):
+    mode: str  # circular, reflect or replicate
+    edges: tuple[int, int]
 
 
 @operator("edge_pad")
@@ -261,15 +274,13 @@ class EdgePad(Moves):
     part_of_layer = True
 
     @staticmethod
-    def along(
-        x: Any, shape: tuple[int, ...], pads: tuple[tuple[int, int], ...], mode: str
-    ) -> Requests:
+    def along(x: Any, shape: Shape, pads: Pads, mode: str) -> Requests:
         """Padding with the tensor's own values, one dimension after the other."""
         made, found = list(shape), []
         for dim, edges in enumerate(pads):
             if any(edges):
                 made[dim] += sum(edges)
-                attrs = {"mode": mode, "dim": dim, "edges": edges}
+                attrs = EdgePadAttrs(dim, mode, edges)
                 tensors = (PREVIOUS if found else x,) * 3
                 found.append(Request("edge_pad", tensors, attrs, tuple(made)))
         return found
@@ -277,21 +288,21 @@ class EdgePad(Moves):
     def needs(self, split: Split) -> tuple[Need, ...]:
         return tuple(Need(Layout.of(split.layer.operands[0].shape, r)) for r in self._parts(split))
 
-    def _parts(self, split: Split) -> list[list[Ranges]]:
+    def _parts(self, split: Split[EdgePadAttrs]) -> list[list[Ranges]]:
         dim, size, left, right = _padded_dim(split.layer)
         ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
         start, stop = (ranges[dim] - left).T
         parts = []
-        for low, high, source in _edge_sources(split.layer.attrs["mode"], size, left, right):
+        for low, high, source in _edge_sources(split.layer.attrs.mode, size, left, right):
             a, b = np.maximum(start, low), np.minimum(stop, high)
             cut = source(a, b)
             keep = ((b > a) & split.used)[:, None]
             parts.append([*ranges[:dim], np.stack(cut, axis=1) * keep, *ranges[dim + 1 :]])
         return parts
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[EdgePadAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         dim, size, left, right = _padded_dim(local.layer)
-        mode = local.attrs["mode"]
+        mode = local.attrs.mode
         start, stop = local.output.starts[dim] - left, local.output.stops[dim] - left
         parts = []
         edges = [(-left, 0), (0, size), (size, size + right)]
@@ -310,36 +321,28 @@ class EdgePad(Moves):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _padded_dim(layer: Layer) -> tuple[int, int, int, int]:
+def _padded_dim(layer: Layer[EdgePadAttrs]) -> tuple[int, int, int, int]:
     """The dimension that is padded, its size and the padding left and right."""
-    dim = layer.attrs["dim"]
-    left, right = layer.attrs["edges"]
+    dim = layer.attrs.dim
+    left, right = layer.attrs.edges
     return dim, layer.operands[0].shape[dim], left, right
 
 
 def _edge_sources(mode: str, size: int, left: int, right: int) -> list:
     """For each of the three parts: its range and where an interval [a, b) of it comes from."""
 
-    def same(a, b):  # type: ignore[no-untyped-def]
-        return a, b
+    last = size - 1
+    before, behind = {
+        "circular": (lambda a, b: (a + size, b + size), lambda a, b: (a - size, b - size)),
+        "reflect": (lambda a, b: (1 - b, 1 - a), lambda a, b: (last + size - b, last + size - a)),
+        "replicate": (lambda a, b: (a * 0, a * 0 + 1), lambda a, b: (a * 0 + last, a * 0 + size)),
+    }[mode]
+    return [(-left, 0, before), (0, size, lambda a, b: (a, b)), (size, size + right, behind)]
 
-    if mode == "circular":
-        return [
-            (-left, 0, lambda a, b: (a + size, b + size)),
-            (0, size, same),
-            (size, size + right, lambda a, b: (a - size, b - size)),
-        ]
-    if mode == "reflect":
-        return [
-            (-left, 0, lambda a, b: (-b + 1, -a + 1)),
-            (0, size, same),
-            (size, size + right, lambda a, b: (2 * size - 1 - b, 2 * size - 1 - a)),
-        ]
-    return [
-        (-left, 0, lambda a, b: (a * 0, a * 0 + 1)),
-        (0, size, same),
-        (size, size + right, lambda a, b: (a * 0 + size - 1, a * 0 + size)),
-    ]
+
+@dataclass(frozen=True)
+class PixelShuffleAttrs:
+    factor: int
 
 
 @operator("pixel_shuffle", "pixel_shuffle")
@@ -349,18 +352,16 @@ class PixelShuffle(Moves):
     def read(self, call: Call) -> Request | None:
         if len(call.shape()) != 4:
             return None
-        return Request("pixel_shuffle", (call.x,), {"factor": call["upscale_factor"]})
+        return Request("pixel_shuffle", (call.x,), PixelShuffleAttrs(call["upscale_factor"]))
 
-    def needs(self, split: Split) -> tuple[Need, ...]:
-        shape, r = split.layer.operands[0].shape, split.layer.attrs["factor"]
-        ranges = [split.dim_ranges(0), split.dim_ranges(1) * r * r]
-        for dim in (2, 3):
-            cut = split.dim_ranges(dim)
-            ranges.append(np.stack([cut[:, 0] // r, -(-cut[:, 1] // r)], axis=1))
+    def needs(self, split: Split[PixelShuffleAttrs]) -> tuple[Need, ...]:
+        shape, r = split.layer.operands[0].shape, split.layer.attrs.factor
+        space = [rows(split.dim_ranges(dim), r) for dim in (2, 3)]
+        ranges = [split.dim_ranges(0), split.dim_ranges(1) * r * r, *space]
         return (Need(Layout.of(shape, ranges)),)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        r, held = local.attrs["factor"], local.needs[0]
+    def run(self, local: Local[PixelShuffleAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        r, held = local.attrs.factor, local.needs[0]
         y = torch.pixel_shuffle(tensors[0], r)
         starts = (*local.output.starts[:2], held.starts[2] * r, held.starts[3] * r)
         stops = (*local.output.stops[:2], held.stops[2] * r, held.stops[3] * r)

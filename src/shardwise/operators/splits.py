@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from shardwise.geometry.grid import AXES, Config
 from shardwise.geometry.layout import Layout, Ranges, block
-from shardwise.graph.layer_graph import Layer
+from shardwise.graph.layer_graph import Attrs, Layer
 
 # The grid axes that split a dimension of this label. Channels of an output are split by filters
 # and input channels together, linearised (P2): x and y then live in the same layout.
 LABEL_AXES = {"n": ("n",), "d": ("d",), "h": ("h",), "w": ("w",), "c": ("f", "c"), ".": ()}
+
+
+def rows(ranges: Ranges, per_row: int) -> Ranges:
+    """The rows of so many elements that hold these ranges of elements."""
+    return np.stack([ranges[:, 0] // per_row, -(-ranges[:, 1] // per_row)], axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +98,10 @@ class Stack(Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Split(Generic[Attrs]):
     """A layer under a config, on so many ranks."""
 
-    layer: Layer
+    layer: Layer[Attrs]
     config: Config
     world: int
     stack: Stack | None = None
@@ -142,6 +147,11 @@ class Split:
 
     def dim_degree(self, dim: int) -> int:
         return self.degree(*LABEL_AXES[self.layer.dims[dim]])
+
+    @cached_property
+    def splits_space(self) -> bool:
+        """Whether a dimension behind samples and channels is cut, whatever its label."""
+        return any(self.dim_degree(dim) > 1 for dim in range(2, len(self.layer.shape)))
 
     def whole(self, size: int) -> Ranges:
         """The whole range, on the ranks that are used."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.grid import AXES, AXIS_NAMES, Config
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import default_dims, inherited_dims
-from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import Call, Request, Requests
+from shardwise.graph.labels import Shape, default_dims, inherited_dims
+from shardwise.graph.layer_graph import Attrs, Layer
+from shardwise.operators.calls import Call, Request, Requests, overloads_of
 from shardwise.operators.splits import LABEL_AXES, Split
 from shardwise.tensors import Wait
 
@@ -34,15 +34,16 @@ class Need:
     fill: float = 0.0
 
 
+Inputs = list[tuple[Shape, str]]  # the shape and the labels of each layer that is read
 Function = Callable[[list[torch.Tensor]], torch.Tensor]
 Gradients = Callable[[], list[torch.Tensor | None]]  # of a layer's weights, in their order
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Generic[Attrs]):
     """One rank's share of a layer, with what `run` may ask of the runtime."""
 
-    layer: Layer
+    layer: Layer[Attrs]
     config: Config
     output: Box  # of the partial result where there is one
     needs: tuple[Box, ...]
@@ -56,7 +57,7 @@ class Local:
     device: torch.device | None = None  # where tensors that are made here belong
 
     @cached_property
-    def attrs(self) -> Any:
+    def attrs(self) -> Attrs:
         return self.layer.attrs
 
     @cached_property
@@ -68,7 +69,7 @@ class Local:
     def tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The operands in the operator's fixed order, None for those left out."""
         present = iter(tensors)
-        return [next(present) if there else None for there in self.attrs["present"]]
+        return [next(present) if there else None for there in self.layer.present]
 
 
 def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], Any]:
@@ -87,6 +88,8 @@ def remembered(method: Callable[[Any, Split], Any]) -> Callable[[Any, Split], An
 
 class Strategy:
     """An operator whose output is split by its own labels; a base for all others."""
+
+    op: str  # its name, which `operator` gives it
 
     # What every operator must say, see `operator`.
     keeps_inputs: bool  # for the backward pass
@@ -118,9 +121,7 @@ class Strategy:
         """The layers that compute a call; None where this operator cannot: it runs whole then."""
         raise NotImplementedError
 
-    def labels(
-        self, attrs: dict[str, Any], shape: tuple[int, ...], inputs: list[tuple[Any, str]]
-    ) -> str:
+    def labels(self, attrs: Any, shape: Shape, inputs: Inputs) -> str:
         """The labels of the output's dimensions, from the shapes and labels of what it reads."""
         return default_dims(shape) if self.labels_by_position else inherited_dims(shape, inputs)
 
@@ -228,8 +229,9 @@ class Strategy:
                 f"layer {layer.name!r}: rank {max(config.ranks)} does not exist among {world} "
                 f"workers; legal: 0 to {world - 1}"
             )
-        over_samples = config.num_workers == config.n
-        if config.gradient == "gather" and not (over_samples and self.can_gather(layer)):
+        if config.gradient == "gather" and not (
+            config.num_workers == config.n and self.can_gather(layer)
+        ):
             raise PlanError(
                 f"layer {layer.name!r} ({layer.op}): gradient 'gather' is for linear layers that "
                 f"are split over samples only, and whose weights are parameters, not for {config}"
@@ -246,9 +248,8 @@ class Strategy:
 
 def is_active(local: Local) -> bool:
     """Whether a layer with two modes behaves as in training."""
-    if local.attrs["never"]:
-        return False
-    return local.attrs["always"] or local.module.training
+    traits = local.layer.traits
+    return not traits.never and (traits.always or local.module.training)
 
 
 STRAIGHT = Strategy()
@@ -274,3 +275,68 @@ def broadcast(split: Split, shape: tuple[int, ...]) -> Layout:
 def narrow(tensor: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
     """The part `wanted` of a tensor that holds `held`; the tensor itself if they are the same."""
     return tensor if held == wanted else tensor[wanted.slices_in(held)]
+
+
+# -- where operators are found: by name, and by the ATen calls that they read ----------------------
+
+STRATEGIES: dict[str, Strategy] = {}  # by the name that layers have in their `op`
+READERS: dict[str, Strategy] = {}  # by the ATen operator whose calls they read
+
+S = TypeVar("S", bound=Strategy)
+STATED = ("keeps_inputs", "draws", "needs_float32")  # by every operator: forgotten, plans are wrong
+WRITTEN = ("needs", "run")
+
+
+def operator(name: str, *aten: str) -> Callable[[type[S]], type[S]]:
+    """Makes a class the operator of this name, for calls of these ATen operators.
+
+    >>> @operator("flip", "flip")  # doctest: +SKIP
+    ... class Flip(Moves): ...
+    """
+
+    def register(cls: type[S]) -> type[S]:
+        missing = [member for member in STATED if not hasattr(cls, member)]
+        missing += [own for own in WRITTEN if getattr(cls, own) is getattr(Strategy, own)]
+        if aten and cls.read is Strategy.read:
+            missing.append("read")
+        if missing:
+            raise TypeError(
+                f"operator {name!r} ({cls.__name__}) does not say: {', '.join(missing)}"
+            )
+        random = [each for each in aten if _draws(each)]
+        if random and not cls.draws:
+            raise TypeError(
+                f"operator {name!r}: {random[0]} draws random numbers, `draws` is False"
+            )
+        cls.op = name
+        STRATEGIES[name] = cls()
+        READERS.update(dict.fromkeys(aten, STRATEGIES[name]))
+        return cls
+
+    return register
+
+
+def _draws(aten: str) -> bool:
+    """Whether torch says that an ATen operator uses random numbers."""
+    packet = getattr(torch.ops.aten, aten, None)
+    if packet is None:
+        raise TypeError(f"there is no ATen operator {aten!r}")
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
+
+
+def read(call: Call) -> Requests:
+    """The layers that compute a call: made of shapes alone, known, or whole on one worker."""
+    for reader in (STRATEGIES["made"], READERS.get(call.name), STRATEGIES["opaque"]):
+        found = _read(reader, call) if reader is not None else None
+        if found is not None:
+            return [found] if isinstance(found, Request) else found
+    raise AssertionError(call.name)
+
+
+def _read(reader: Strategy, call: Call) -> Request | Requests | None:
+    try:
+        return reader.read(call)
+    except KeyError as missing:
+        if call.may_have(missing.args[0]):  # another overload has it
+            return None
+        raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,9 +12,8 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, draws, tensor_nodes
 from shardwise.operators.pointwise import as_called
-from shardwise.operators.registry import READERS, operator
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import Local, Need, Strategy, narrow
+from shardwise.operators.strategy import READERS, Local, Need, Strategy, narrow, operator
 
 # What depends only on shapes, and is computed wherever it is wanted.
 MADE = frozenset(
@@ -59,7 +58,7 @@ class Made(Strategy):
         if not is_made(call):
             return None
         request = as_called("made", call)
-        return replace(request, attrs=request.attrs | {"written": False, "on_a_copy": False})
+        return replace(request, traits=replace(request.traits, written=False, on_a_copy=False))
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return ()
@@ -84,6 +83,11 @@ def _check_item(call: Call) -> None:
         )
 
 
+@dataclass(frozen=True)
+class OpaqueAttrs:
+    item: int | None  # which of several results
+
+
 @operator("opaque")
 class Opaque(Strategy):
     """An operator with no strategy: it runs whole, on one worker.
@@ -100,32 +104,30 @@ class Opaque(Strategy):
     def read(self, call: Call) -> Request:
         if call.item is not None:
             _check_item(call)
-        request = as_called("opaque", call)
-        return replace(request, attrs=request.attrs | {"item": call.item})
+        return replace(as_called("opaque", call), attrs=OpaqueAttrs(call.item))
 
     def runs_in_float32(self, layer: Layer) -> bool:
         """As the operator that reads such calls, though not this one."""
-        reader = READERS.get(layer.attrs["called"])
+        reader = READERS.get(layer.traits.called or "")
         return reader is not None and reader.needs_float32
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}
 
     def needs(self, split: Split) -> tuple[Need, ...]:
-        everybody = split.layer.attrs.get("draws", False)
-        ranks = range(split.world) if everybody else split.config.ranks
+        ranks = range(split.world) if split.layer.traits.draws else split.config.ranks
         return tuple(Need(Layout.on(o.shape, split.world, ranks)) for o in split.layer.operands)
 
     def output(self, split: Split) -> Layout:
         return Layout.on(split.layer.shape, split.world, split.config.ranks)
 
-    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[OpaqueAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         result = local.layer.call(tensors)
-        item = local.attrs["item"]
+        item = local.attrs.item
         made, layer = result if item is None else result[item], local.layer
         if tuple(made.shape) != (() if layer.scalar else layer.shape):
             raise ShardwiseError(
-                f"layer {layer.name!r} ({layer.attrs['called']}) made a tensor of shape "
+                f"layer {layer.name!r} ({layer.traits.called}) made a tensor of shape "
                 f"{tuple(made.shape)} where torch.export had announced {layer.shape}"
             )
         y = made.reshape(layer.shape)

@@ -112,7 +112,7 @@ class _Appraised:
             transfer, moved = transfer + seconds, moved + nbytes
             if nbytes > 0:
                 buffers += costs.memory.moving(self._split(source), self._split(layer), index)
-        called = str(layer.attrs.get("called", layer.op))
+        called = layer.traits.called or layer.op
         times = float(own.compute[place]), transfer, float(own.update[place])
         memory = round(float(own.memory[place]))
         return PlannedLayer(layer.name, called, config, *times, round(moved), memory), buffers

@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import strategy_of
+from shardwise.operators import STRATEGIES
 
 LIMIT = 256  # degree tuples per layer beyond which the space is coarsened
 CLOSE = 64  # workers up to which layers on fewer of them are also tried on the first ranks
@@ -64,7 +64,7 @@ class Candidates:
 
     def configs(self, layer: Layer, batch: int) -> tuple[Config, ...]:
         """The legal configs of a layer that are tried, on all workers first."""
-        strategy = strategy_of(layer)
+        strategy = STRATEGIES[layer.op]
         limits = strategy.axes(layer)
         if "n" in limits:
             limits["n"] = max(batch, 1)

@@ -17,7 +17,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout, first_holders
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import strategy_of
+from shardwise.operators import STRATEGIES
 from shardwise.planner.candidates import Candidates
 from shardwise.planner.config_stacks import Stacks
 from shardwise.planner.layer_costs import (
@@ -87,9 +87,9 @@ class Costs:
     def key(self, layer: Layer) -> Hashable:
         """What layers that cost the same have in common."""
         if layer.name not in self._keys:
-            attrs = sorted((k, repr(v)) for k, v in layer.attrs.items() if k != "module")
+            facts = ((k, repr(v)) for k, v in layer.facts.items() if k != "module")
             operands = tuple((o.kind, o.shape) for o in layer.operands)
-            looks = layer.op, layer.shape, layer.dims, tuple(attrs), operands
+            looks = layer.op, layer.shape, layer.dims, tuple(facts), operands
             looks = *looks, layer.name in self.memory.saving, layer.name in self.differentiable
             self._keys[layer.name] = self._kinds.setdefault(looks, len(self._kinds))
         return self._keys[layer.name]
@@ -203,7 +203,7 @@ class Costs:
 
 def usual(layer: Layer, config: Config) -> Config:
     """Where f and c split the same dimension, f alone does."""
-    if config.c == 1 or not strategy_of(layer).joint_channels:
+    if config.c == 1 or not STRATEGIES[layer.op].joint_channels:
         return config
     return replace(config, f=config.f * config.c, c=1)
 

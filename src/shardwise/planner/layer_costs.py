@@ -13,7 +13,7 @@ from shardwise.cluster.cluster import Device
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layout_columns import Layouts
 from shardwise.planner.sum_costs import SumCosts, SumModel
 
@@ -38,7 +38,7 @@ class Roofline:
     itemsize: int = 4
 
     def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        strategy = strategy_of(split.layer)
+        strategy = STRATEGIES[split.layer.op]
         if strategy.free or split.layer.is_input:
             return np.zeros(split.world), np.zeros(split.world)
         computing = strategy.flops(split) / self.device.flops
@@ -52,7 +52,7 @@ class Roofline:
 
 def gathered_flops(split: Split) -> np.ndarray:
     """What computing a whole weight gradient on every rank adds to its share (P3)."""
-    strategy = strategy_of(split.layer)
+    strategy = STRATEGIES[split.layer.op]
     if not strategy.gathers(split):
         return np.zeros(split.world)
     return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)
@@ -62,7 +62,7 @@ def differentiable(graph: LayerGraph) -> frozenset[str]:
     """Layers whose output depends on weights, so that gradients flow back to them."""
     found: set[str] = set()
     for layer in graph.layers:
-        ends = strategy_of(layer).ends_gradient(layer)
+        ends = STRATEGIES[layer.op].ends_gradient(layer)
         if not ends and (layer.params or any(name in found for name in layer.inputs)):
             found.add(layer.name)
     return frozenset(found)
@@ -118,7 +118,7 @@ class Appraisal:
 
     def __init__(self, costs: Costs, layer: Layer, configs: tuple[Config, ...]) -> None:
         self.parent, self.layer, self.configs = costs, layer, configs
-        self.strategy = strategy = strategy_of(layer)
+        self.strategy = strategy = STRATEGIES[layer.op]
         stacks = costs.stacks.of(configs, strategy.degrees_matter)
         self.places = [np.asarray(places) for places, _ in stacks]
         self.order = np.argsort(np.concatenate(self.places))

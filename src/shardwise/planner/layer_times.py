@@ -12,7 +12,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.files import TimesFile
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layer_costs import Roofline, Timer, differentiable
 
 
@@ -32,7 +32,7 @@ def works(
     split: Split, input_gradient: bool, dtype: str = "float32"
 ) -> tuple[list[Work], np.ndarray]:
     """The different shares of a layer among its ranks, and which share each rank has (-1: none)."""
-    layer, strategy = split.layer, strategy_of(split.layer)
+    layer, strategy = split.layer, STRATEGIES[split.layer.op]
     result = strategy.partial(split) or strategy.output(split)
     layouts = [result, *(need.layout for need in strategy.needs(split))]
     shapes = np.concatenate([np.diff(la.bounds, axis=2)[..., 0] for la in layouts], axis=1)
@@ -59,8 +59,8 @@ def works(
 
 def _described(layer: Layer) -> str:
     """What an operator computes, without names and sizes."""
-    attrs = {k: v for k, v in sorted(layer.attrs.items()) if k != "module"}
-    return f"{layer.op} {attrs}"
+    facts = {k: v for k, v in layer.facts.items() if k != "module"}
+    return f"{layer.op} {facts}"
 
 
 def _shapes_text(row: np.ndarray, layouts: list) -> str:
@@ -101,7 +101,7 @@ class Measured:
     first: frozenset[str]  # layers whose input needs no gradient
 
     def seconds(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        if strategy_of(split.layer).free or split.layer.is_input:
+        if STRATEGIES[split.layer.op].free or split.layer.is_input:
             return np.zeros(split.world), np.zeros(split.world)
         shares, index = works(split, split.layer.name not in self.first)
         forward, backward = (t.copy() for t in self.fallback.seconds(split))
@@ -124,7 +124,7 @@ def first_layers(graph: LayerGraph) -> frozenset[str]:
 def all_works(splits: Iterable[Split], first: frozenset[str]) -> Iterator[Work]:
     """Everything to be timed for these splits."""
     for split in splits:
-        if not split.layer.is_input and not strategy_of(split.layer).free:
+        if not split.layer.is_input and not STRATEGIES[split.layer.op].free:
             yield from works(split, split.layer.name not in first)[0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split, strategy_of
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layer_costs import Training
 
 SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
@@ -31,7 +31,7 @@ class Memory:
         return self._known[key]
 
     def _of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        layer, strategy = split.layer, strategy_of(split.layer)
+        layer, strategy = split.layer, STRATEGIES[split.layer.op]
         read = [need.layout.numels for need in strategy.needs(split)]
         partial, made = strategy.partial(split), strategy.output(split).numels
         held = self.stored(layer, read, made)
@@ -57,7 +57,7 @@ class Memory:
 
     def saved(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
         """What a layer keeps for the backward pass, of its operands and of its output."""
-        strategy, saved = strategy_of(layer), np.zeros(len(made))
+        strategy, saved = STRATEGIES[layer.op], np.zeros(len(made))
         if strategy.keeps(layer):
             for operand, count in zip(layer.operands, read, strict=True):
                 saved += count * (operand.kind == "value")
@@ -68,16 +68,16 @@ class Memory:
     @cached_property
     def saving(self) -> frozenset[str]:
         """Layers whose output is kept for its own sake: no reader keeps it anyway."""
-        keeping = {layer.name for layer in self.graph.layers if strategy_of(layer).keeps(layer)}
+        keeping = {layer.name for layer in self.graph.layers if STRATEGIES[layer.op].keeps(layer)}
         return frozenset(
             layer.name
             for layer in self.graph.layers
-            if strategy_of(layer).keeps_output(layer)
+            if STRATEGIES[layer.op].keeps_output(layer)
             and keeping.isdisjoint(self.graph.consumers[layer.name])
         )
 
     def moving(self, source: Split, target: Split, operand: int) -> np.ndarray:
         """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
-        held = strategy_of(source.layer).output(source)
-        needed = strategy_of(target.layer).needs(target)[operand].layout
+        held = STRATEGIES[source.layer.op].output(source)
+        needed = STRATEGIES[target.layer.op].needs(target)[operand].layout
         return (held.numels + needed.numels) * float(self.training.itemsize)

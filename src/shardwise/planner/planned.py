@@ -14,7 +14,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training

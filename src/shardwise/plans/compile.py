@@ -8,7 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Local, Need, Split, strategy_of
+from shardwise.operators import STRATEGIES, Local, Need, Split
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import (
     Cut,
@@ -100,7 +100,7 @@ class _Compiler:
     # -- layers --------------------------------------------------------------------------------
 
     def _op(self, layer: Layer) -> Op:
-        strategy = strategy_of(layer)
+        strategy = STRATEGIES[layer.op]
         config = self.configs[layer.name]
         split = Split.of(layer, config, self.plan.world)
         needs, partial = strategy.needs(split), strategy.partial(split)
@@ -126,7 +126,7 @@ class _Compiler:
         joins = (box is not None and not box.empty) or any(
             g.target.numels[self.rank] for g in gathers
         )
-        draws = strategy.draws or layer.attrs.get("draws", False)
+        draws = strategy.draws or layer.traits.draws
         announced = strategy.always_runs and 0 in layer.shape and self.rank in config.ranks
         active = not local.output.empty or draws or joins or announced
         without = tuple(i for i, operand in enumerate(layer.operands) if 0 in operand.shape)
@@ -204,7 +204,7 @@ class _Compiler:
 
         The stock model's in-place ReLU saves a pass over memory; without it one worker was slower.
         """
-        if not op.local.attrs.get("in_place") or op.local.moved:
+        if not op.local.layer.traits.in_place or op.local.moved:
             return op
         target = op.operands[0].name
         maker = next((o for o in group if o.result == target), None)

@@ -20,7 +20,7 @@ from shardwise.errors import PlanError
 from shardwise.files import first_mistake, write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import strategy_of
+from shardwise.operators import STRATEGIES
 
 FORMAT = "shardwise-plan-1"
 FLOAT = "float"  # an input of the same type as the parameters
@@ -57,7 +57,7 @@ class Plan:
             layers={layer.name: choose(layer) for layer in graph.layers},
             inputs=tuple(graph[name].shape for name in graph.inputs),
             signature=graph.signature,
-            whole=tuple(layer.name for layer in graph.layers if not strategy_of(layer).known),
+            whole=tuple(layer.name for layer in graph.layers if not STRATEGIES[layer.op].known),
             dtypes=tuple(_dtype_name(graph[name].dtype) for name in graph.inputs),
         )
         plan.check(graph)
@@ -76,7 +76,7 @@ class Plan:
         after: set[str] = set()
         for layer in graph.layers:
             flat = len(layer.shape) == 2 and any(name in after for name in layer.inputs)
-            if strategy_of(layer).fully_connected or flat:
+            if STRATEGIES[layer.op].fully_connected or flat:
                 after.add(layer.name)
 
         def choose(layer: Layer) -> Config:
@@ -101,7 +101,7 @@ class Plan:
         for layer in graph.layers:
             if layer.name not in self.layers:
                 raise PlanError(f"the plan has no entry for layer {layer.name!r} ({layer.op})")
-            strategy_of(layer).check(layer, self.layers[layer.name], self.world)
+            STRATEGIES[layer.op].check(layer, self.layers[layer.name], self.world)
         if self.signature != graph.signature:
             shapes = ", ".join("x".join(map(str, graph[name].shape)) for name in graph.inputs)
             made_for = ", ".join("x".join(map(str, shape)) for shape in self.inputs)
@@ -128,7 +128,7 @@ class Plan:
                     sources = [found[name] for name in layer.inputs]
                     config = fit(layer, sources[0] if sources else Config(), graph.batch)
                 try:
-                    strategy_of(layer).check(layer, config, self.world)
+                    STRATEGIES[layer.op].check(layer, config, self.world)
                 except PlanError:
                     config = fit(layer, config, graph.batch)
                 found[layer.name] = config
@@ -288,7 +288,7 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     What an axis cannot take moves on: input channels to filters, everything else to samples. What
     then finds no room is dropped, so that fewer workers are used.
     """
-    strategy = strategy_of(layer)
+    strategy = STRATEGIES[layer.op]
     limits = strategy.axes(layer)
     if "n" in limits:
         limits["n"] = max(batch, 1)
@@ -323,7 +323,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def random_config(layer: Layer, world: int, generator: random.Random) -> Config:
     """A random legal config: random degrees whose product fits, on random ranks."""
-    strategy = strategy_of(layer)
+    strategy = STRATEGIES[layer.op]
     limits = strategy.axes(layer)
     degrees, room = {}, generator.randint(1, world)
     for axis in generator.sample(list(limits), len(limits)):

@@ -19,7 +19,7 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Local, Need, Split, Strategy, strategy_of
+from shardwise.operators import STRATEGIES, Local, Need, Split, Strategy
 from shardwise.plans.plan import Plan
 
 
@@ -132,7 +132,7 @@ class Program:
 def layer_layout(graph: LayerGraph, plan: Plan, name: str) -> Layout:
     """Where the parts of a layer's output lie; of an input, which part each rank is given."""
     layer = graph[name]
-    return strategy_of(layer).output(Split.of(layer, plan.config(layer, graph), plan.world))
+    return STRATEGIES[layer.op].output(Split.of(layer, plan.config(layer, graph), plan.world))
 
 
 def to_all(layout: Layout) -> Transfer:
@@ -181,7 +181,7 @@ def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, L
     configs = plan.configs(graph)
     for layer in graph.layers:
         split = Split.of(layer, configs[layer.name], plan.world)
-        needs = strategy_of(layer).needs(split)
+        needs = STRATEGIES[layer.op].needs(split)
         for operand, need in zip(layer.operands, needs, strict=True):
             if operand.kind in ("param", "buffer"):
                 yield layer, operand.name, need.layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import strategy_of
+from shardwise.operators import STRATEGIES
 from shardwise.plans.plan import Plan
 
 WIDTH, HEIGHT = 200.0, 40.0  # of a block, in pixels
@@ -94,7 +94,7 @@ def grouped(graph: LayerGraph, plan: Plan) -> list[list[str]]:
 
 def _continues(layer: Layer, graph: LayerGraph, plan: Plan) -> bool:
     """Whether a layer only touches up what the one before it has computed."""
-    if layer.is_input or strategy_of(layer).contracts or len(set(layer.inputs)) != 1:
+    if layer.is_input or STRATEGIES[layer.op].contracts or len(set(layer.inputs)) != 1:
         return False
     source = graph[layer.inputs[0]]
     return (

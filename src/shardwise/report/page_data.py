@@ -95,7 +95,7 @@ def _layer(layer: Layer, plan: Plan, findings: Findings, row: Mapping[str, Any])
     config = plan.config(layer, findings.costs.graph)
     return shortened(row) | {
         "name": layer.name,
-        "op": str(layer.attrs.get("called", layer.op)),
+        "op": layer.traits.called or layer.op,
         "shape": list(layer.shape),
         "split": str(config),
         "kind": split_kind(config),

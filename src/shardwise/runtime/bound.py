@@ -14,7 +14,7 @@ from shardwise.comm.exchange import Delivery
 from shardwise.geometry.box import Box
 from shardwise.geometry.transfer import Slices, Transfer
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.operators import Gradients, Local, strategy_of
+from shardwise.operators import STRATEGIES, Gradients, Local
 from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
@@ -67,10 +67,11 @@ class Bound:
         """The op's share, with the communication and the module that it may ask for."""
         name, delayed = op.local.layer.name, self.delayed
         params = [source.name for source in op.operands if source.kind == "param"]
+        path = op.local.layer.traits.module
         return replace(
             op.local,
             device=types.device,
-            module=self.modules.get(op.local.attrs.get("module", None)),
+            module=None if path is None else self.modules.get(path),
             sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
             gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
             later=lambda gradients: delayed.append((params, gradients)),
@@ -127,8 +128,9 @@ class Bound:
     @cached_property
     def counting(self) -> list[Any]:
         """The modules that count the batches they have seen."""
-        layers = [each for each in self.graph.layers if strategy_of(each).counts_batches]
-        return [self.modules[layer.attrs["module"]] for layer in layers]
+        layers = [each for each in self.graph.layers if STRATEGIES[each.op].counts_batches]
+        paths = [layer.traits.module for layer in layers]
+        return [self.modules[path] for path in paths if path is not None]
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[
     layers, params = set(outputs), set()
     for layer in reversed(graph.layers):
         numbers = layer.dtype.is_floating_point or layer.dtype.is_complex
-        if layer.name in layers and numbers and not strategy_of(layer).ends_gradient(layer):
+        if layer.name in layers and numbers and not STRATEGIES[layer.op].ends_gradient(layer):
             layers.update(layer.inputs)
             params.update(layer.params)
     return layers, params

@@ -15,9 +15,9 @@ from torch import nn
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.model.capture import check_not_parallel
-from shardwise.model.captures import Graphs, ModelGraphs
+from shardwise.model.capture import Graphs, ModelGraphs
 from shardwise.model.hooks import check_hooks, drop_captured
+from shardwise.model.torch_export import check_not_parallel
 from shardwise.modules import copy_structure
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan

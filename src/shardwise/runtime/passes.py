@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.writing import leave
+from shardwise.model.attribute_writes import leave
 from shardwise.plans.interpreter import forward
 from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Intent, agree, together

@@ -12,7 +12,7 @@ from shardwise.comm import Communicator
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import Attributes, Looks
-from shardwise.model.captures import Graphs, Kinds, ModelGraphs
+from shardwise.model.capture import Graphs, Kinds, ModelGraphs
 from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import check_held

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.model.captures import Graphs
+from shardwise.model.capture import Graphs
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Program, param_layouts

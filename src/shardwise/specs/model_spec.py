@@ -19,7 +19,7 @@ from torch import nn
 from shardwise import zoo
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import capture
+from shardwise.model.capture import capture
 
 Shapes = tuple[tuple[int, ...], ...]
 

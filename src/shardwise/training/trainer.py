@@ -16,7 +16,7 @@ from shardwise.data import Batch, Loader, Source
 from shardwise.data.opening import check_alike
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
-from shardwise.model.captures import ModelGraphs
+from shardwise.model.capture import ModelGraphs
 from shardwise.planner.planned import examine
 from shardwise.plans.plan import Plan
 from shardwise.report import write_report

@@ -15,7 +15,7 @@ from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerErro
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
 from shardwise.launch.workers import run_local
-from shardwise.model.capture import Captured
+from shardwise.model.torch_export import Captured
 from shardwise.plans.plan import FLOAT, Plan
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec

@@ -12,7 +12,7 @@ from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.geometry.box import Box
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.captures import Graphs, ModelGraphs
+from shardwise.model.capture import Graphs, ModelGraphs
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
 from shardwise.runtime.parallel import of, parallelize
@@ -76,7 +76,7 @@ def _differ(results: list[Comparison]) -> bool:
 
 def _of_capture(graph: LayerGraph) -> str:
     """Hints at what a graph does not show of a model, though nothing was split."""
-    called = [(la.name, str(la.attrs.get("called", ""))) for la in graph.layers]
+    called = [(la.name, la.traits.called or "") for la in graph.layers]
     hints = [f"the function of layer {n!r}" for n, call in called if call.startswith("function_")]
     hints += [f"the attribute {name!r}, which forward sets" for _, name in graph.left]
     hints += ["values that forward reads from outside of the model"]

@@ -7,24 +7,59 @@ import copy
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from shardwise.model.lost import LeftBehind
+from shardwise.errors import ShardwiseError
+
+
+class LeftBehind:
+    """Stands where forward leaves a tensor on one device; whoever uses it is told so."""
+
+    def __init__(self, name: str, where: str) -> None:
+        self.__dict__["_why"] = (
+            f"forward leaves tensors, or what depends on the batch, in {name!r} of {where}, where "
+            "a parallel model does not keep them; let it return them"
+        )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ShardwiseError(self._why)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python itself, which takes no for an answer
+            raise AttributeError(name)
+        raise ShardwiseError(self.__dict__["_why"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = pytree.tree_leaves([args, kwargs])
+        raise ShardwiseError(next(value for value in held if isinstance(value, LeftBehind))._why)
+
+    def __deepcopy__(self, memo: Any) -> LeftBehind:
+        return self
+
+    def __repr__(self) -> str:
+        return f"({self._why})"
+
+
+USES = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow neg abs matmul lt le gt ge
+    len iter getitem setitem contains bool float int call setattr
+"""
+for _name in USES.split():
+    setattr(LeftBehind, f"__{_name}__", LeftBehind._refuse)
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 SEQUENCES, SETS = (list, tuple), (set, frozenset)
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-FOREIGN = sys.stdlib_module_names | {
-    "torch",
-    "numpy",
-    "shardwise",
-}  # whose objects are nobody's settings
+# Modules whose objects are nobody's settings.
+FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "shardwise"}
 EVERYTHING = "__dict__"  # a name that stands for all of an object's
 MOST_VISITED = 10_000  # values that are looked at for what they hold
 MISSING = "(deleted)"
@@ -70,21 +105,22 @@ def attributes_of(value: Any, names: set[str] | None = None) -> dict[str, Any]:
     return {name: own[name] for name in own if name in names}
 
 
-def inside(value: Any) -> Iterator[Any]:
+def inside(value: Any) -> list[Any]:
     """A value and everything that it holds, each once."""
-    seen, todo = set(), [value]
+    seen: dict[int, Any] = {}
+    todo = [value]
     while todo and len(seen) < MOST_VISITED:
         value = todo.pop()
         if id(value) in seen:
             continue
-        seen.add(id(value))
-        yield value
+        seen[id(value)] = value
         if isinstance(value, dict):
             todo += value.values()
         elif isinstance(value, (*SEQUENCES, *SETS)):
             todo += value
         elif is_object(value):
             todo += attributes_of(value).values()
+    return list(seen.values())
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -169,11 +205,6 @@ def token(value: Any, within: tuple[int, ...] = ()) -> Any:
         return kind.__name__, which
     own = attributes_of(value).items()
     return _Object(kind, which, tuple((name, token(held, within)) for name, held in own))
-
-
-def token_as_read(value: Any, reads: Reads) -> Any:
-    """What tells a value from others as far as forward reads it."""
-    return as_read(token(value), reads)
 
 
 class HeldValues:

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.model.values import EVERYTHING, inside, is_object
+from shardwise.model.attribute_values import EVERYTHING, inside, is_object
 
 _lock = threading.Lock()
 _set = nn.Module.__setattr__
 _noted: dict[int, set[str]] = {}  # names that are read, by the module that is being captured
 _written: dict[int, set[str]] = {}  # names that were set before, of which nobody reads the old
-_patched: dict[type, list[set[str]]] = {}  # by the class of objects, for everyone who captures
-_before: dict[type, Any] = {}  # what these classes had themselves
+# By the class of objects: names for everyone who captures, and what the class had itself.
+_patched: dict[type, tuple[list[set[str]], Any]] = {}
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _write(self: Any, name: str, value: Any) -> None:
 def _watch(kind: Any, names: set[str]) -> bool:
     """From now on names that are read of objects of this class are noted, if it allows that."""
     if kind in _patched:
-        _patched[kind].append(names)
+        _patched[kind][0].append(names)
         return True
     original, takers = kind.__getattribute__, [names]
 
@@ -84,17 +84,16 @@ def _watch(kind: Any, names: set[str]) -> bool:
     except TypeError:  # of a class that is not written in Python
         names.add(EVERYTHING)
         return False
-    _patched[kind], _before[kind] = takers, before
+    _patched[kind] = takers, before
     return True
 
 
 def _leave(kind: Any, names: set[str]) -> None:
-    takers = _patched[kind]
+    takers, before = _patched[kind]
     takers[:] = [taker for taker in takers if taker is not names]
     if takers:
         return
     del _patched[kind]
-    before = _before.pop(kind)
     if before is None:
         del kind.__getattribute__
     else:

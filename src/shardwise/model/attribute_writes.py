@@ -11,9 +11,17 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 
 from shardwise.errors import CaptureError
+from shardwise.model.attribute_values import (
+    MISSING,
+    LeftBehind,
+    Reads,
+    copied,
+    inside,
+    is_data,
+    is_object,
+    token,
+)
 from shardwise.model.attributes import INTERNAL
-from shardwise.model.lost import LeftBehind
-from shardwise.model.values import MISSING, Reads, copied, inside, is_data, is_object, token
 
 NOTHING = object()
 Left = dict[tuple[str, str], Any]  # values, by the path of a module and the name of an attribute
@@ -59,7 +67,7 @@ def _changed(model: nn.Module, before: Any) -> Iterator[tuple[str, str, Any, Any
 
 def _judge(path: str, name: str, was: Any, value: Any, read: bool) -> Any:
     """What a pass is to leave; NOTHING where later calls do not miss it."""
-    known, held = {id(own) for own in inside(was)}, list(inside(value))
+    known, held = {id(own) for own in inside(was)}, inside(value)
     tensors = [x for x in held if isinstance(x, torch.Tensor) and id(x) not in known]
     if tensors and (is_object(value) or not any(map(_depends, tensors))):
         return NOTHING  # what modules tell each other, or would make again of nothing but numbers
