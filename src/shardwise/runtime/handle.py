@@ -21,7 +21,7 @@ from shardwise.modules import named_tensors
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
 from shardwise.plans.trace import Trace
-from shardwise.runtime.agreement import together
+from shardwise.runtime.agreement import agree_on, together
 from shardwise.runtime.backward_pass import check_summed
 from shardwise.runtime.block import BlockParameter, as_block, exact, plain
 from shardwise.runtime.rank_machine import Tensors
@@ -209,7 +209,10 @@ class Handle:
         """
         self.flush()
         self._check_summed()
-        params = self._model.parameters()
+        params = list(self._model.parameters())
+        with together(self.comm, "norms"):
+            number = sum(param.grad is not None for param in params)
+            agree_on(number, "has gradients of other parameters than rank 0", self.comm)
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     @torch.no_grad()
