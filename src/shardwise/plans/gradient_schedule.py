@@ -84,23 +84,28 @@ class Chunk:
 
 
 def gradient_chunks(program: Program, engine: Engine, itemsize: int) -> list[Chunk]:
-    """What a program sums, and when: parameters by the block of backward that completes them."""
+    """What a program sums, and when: parameters by the block of backward that completes them.
+
+    Layers whose gradients are gathered count as layers, though they have nothing to sum.
+    """
     last: dict[str, int] = {}
     for position, step in enumerate(program.backward):
         if isinstance(step, Run):
-            last |= {name: position for name in step.params if name not in program.gathered}
-    layers: dict[int, tuple[str, ...]] = {}
+            last |= dict.fromkeys(step.params, position)
+    layers: dict[int, list[str]] = {position: [] for position in sorted(set(last.values()))}
     for name, position in last.items():
-        layers[position] = (*layers.get(position, ()), name)
-    positions = sorted(layers)
+        if name not in program.gathered:
+            layers[position].append(name)
+    held = [position for position, names in layers.items() if names][: engine.held]
+    rest = [position for position in layers if position not in held]
     sizes = [
         sum(float(program.params[name].numels.max()) * itemsize for name in layers[position])
-        for position in positions
+        for position in rest
     ]
-    found, first = [], engine.held
-    for count in engine.chunks(sizes[engine.held :]):
-        group = positions[first : first + count]
-        found.append(Chunk(tuple(n for position in group for n in layers[position]), group[-1]))
+    groups, first = [], 0
+    for count in engine.chunks(sizes):
+        groups.append(rest[first : first + count])
         first += count
-    held = positions[: engine.held]
-    return [*found, *(Chunk(layers[position], positions[-1]) for position in held)]
+    ends = [*((group, group[-1]) for group in groups), *(([one], max(layers)) for one in held)]
+    found = [Chunk(tuple(n for one in group for n in layers[one]), end) for group, end in ends]
+    return [chunk for chunk in found if chunk.params]
