@@ -91,7 +91,11 @@ def abort(code: int) -> None:
 # -- the backend -----------------------------------------------------------------------------------
 
 
-class MPIGroup(dist.ProcessGroup):
+# Its methods are called by place; the names and defaults in torch's types are of other overloads.
+ProcessGroup: Any = dist.ProcessGroup
+
+
+class MPIGroup(ProcessGroup):
     """The ranks of an MPI communicator, as torch.distributed calls them."""
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], options: Any) -> None:

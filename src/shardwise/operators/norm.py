@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class Norm(Strategy):
         params = split.layer.operands[1:]
         return Need(self.output(split)), *(Need(self.parameter(split, p.shape)) for p in params)
 
-    def run(self, local: Local[NormAttrs], tensors: list[Tensor]) -> Tensor:
+    def run(self, local: Local[Any], tensors: list[Tensor]) -> Tensor:
         x, weight, bias = local.tensors(tensors)
         assert x is not None
         if local.sums is None:
