@@ -20,7 +20,7 @@ from results import save
 from shardwise import Plan, capture, parallelize, zoo
 from shardwise.geometry.box import Box
 from shardwise.launch.workers import run_local
-from shardwise.specs.model_spec import parse_split
+from shardwise.specs.plan_spec import parse_split
 
 MIB = 1 << 20
 
