@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ def wrong(found: Seen, expected: Seen, noise: Callable[[], Noise]) -> str | None
     failed = [c for c in differences(ours, theirs) if not c.passed]
     if failed:
         drawn = noise()
-        failed = [f for f in (c.with_noise(drawn[c.kind, c.name]) for c in failed) if not f.passed]
+        noisy = (replace(c, noise=max(drawn[c.kind, c.name], c.noise or 0.0)) for c in failed)
+        failed = [c for c in noisy if not c.passed]
     return _told(failed[0], expected) if failed else None
 
 
