@@ -61,7 +61,7 @@ def observe(
             tensors |= {("gradient", f"of {n} in step {step}"): g.clone() for n, g in gradients}
         if optimizer is not None:
             if and_eval:  # else some networks overflow, where torch's norms give anything
-                torch.nn.utils.clip_grad_value_(params, 1.0)
+                torch.nn.utils.clip_grad_norm_(params, 1.0)  # by value, signs of noise would count
             optimizer.step()
     if and_eval:
         with torch.no_grad():
