@@ -82,7 +82,7 @@ class _Appraised:
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.costs, self.graph, self.world = costs, costs.graph, plan.world
-        self.configs = {la.name: plan.config(la, costs.graph) for la in costs.graph.layers}
+        self.configs = plan.configs(costs.graph)
 
     def prediction(self) -> Prediction:
         graph = self.graph

@@ -79,7 +79,8 @@ def forward(
             values[step.target] = machine.cut(step, value(step.source))
         for name in last_used:
             values.pop(name, None)
-    waits = {name: machine.hand_out(name, value(name)) for name in program.outputs}
+    outputs = dict.fromkeys(program.outputs)  # a model may return one tensor twice
+    waits = {name: machine.hand_out(name, value(name)) for name in outputs}
     return {name: wait() for name, wait in waits.items()}
 
 

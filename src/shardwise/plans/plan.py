@@ -120,7 +120,8 @@ class Plan:
         The graph of evaluation may have layers that the graph of training has not, and another
         batch may be too small for a split.
         """
-        if graph not in self._fitted:
+        known = self._fitted.get(graph)
+        if known is None or known[0] != self.layers:  # a table that somebody may write into
             found: dict[str, Config] = {}
             for layer in graph.layers:
                 config = self.layers.get(layer.name)
@@ -132,11 +133,11 @@ class Plan:
                 except PlanError:
                     config = fit(layer, config, graph.batch)
                 found[layer.name] = config
-            self._fitted[graph] = found
-        return self._fitted[graph]
+            known = self._fitted[graph] = dict(self.layers), found
+        return known[1]
 
     @cached_property
-    def _fitted(self) -> WeakKeyDictionary[LayerGraph, dict[str, Config]]:
+    def _fitted(self) -> WeakKeyDictionary[LayerGraph, tuple[Any, Mapping[str, Config]]]:
         return WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
