@@ -78,7 +78,7 @@ def plans(model: str, x: torch.Tensor, comm: Communicator, link: str) -> dict[st
     others = {
         n: r for n, r in found.findings.rivals.items() if n.startswith(("spatial", "uniform"))
     }
-    uniform = min(others.values(), key=lambda rival: rival.step).plan
+    uniform = min(others.values(), key=lambda rival: rival.step_seconds).plan
     mine = {"OWT": Plan.owt(graph, comm.size), "uniform": uniform, "planned": found}
     text = comm.gather_objects({name: plan.to_json() for name, plan in mine.items()})[0]
     return {name: Plan.from_json(plan) for name, plan in text.items()}

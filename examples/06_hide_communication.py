@@ -14,7 +14,7 @@ import shardwise
 def steps() -> list[str]:
     """What every worker does: a few steps with each way of summing, the last one recorded."""
     lines = []
-    for engine in (shardwise.Engine("end"), shardwise.Engine("buckets", bucket=64 << 10)):
+    for engine in (shardwise.Engine("end"), shardwise.Engine("buckets", bucket_bytes=64 << 10)):
         torch.manual_seed(0)
         net = shardwise.zoo.build("digits", width=32)
         x, y = torch.randn(64, 1, 8, 8), torch.randint(10, (64,))

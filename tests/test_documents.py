@@ -112,7 +112,7 @@ def test_predicted_figures_of_the_readme_are_what_its_command_prints(tmp_path: P
     found = json.loads(output.splitlines()[-1])
     steps = [found["step_seconds"]]
     steps += [found["rivals"][name]["step_seconds"] for name in ("sample (DDP)", "OWT")]
-    moved = [found["bytes"], found["rivals"]["sample (DDP)"]["bytes"]]
+    moved = [found["moved_bytes"], found["rivals"]["sample (DDP)"]["moved_bytes"]]
     (row,) = [line for line in readme.splitlines() if command in line and line.startswith("|")]
     for figure in (*(f"{step:.3g} s" for step in steps), *map(size, moved)):
         assert figure in row, figure

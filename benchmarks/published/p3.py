@@ -57,7 +57,7 @@ class Sweep:
         return self._speedup(self.samples, Engine("end"))
 
     def _speedup(self, plan: Plan, engine: Engine) -> float:
-        trace = simulate(plan, self.graph, self.machines, training=TRAINING, engine=engine)
+        trace = simulate(plan, self.graph, self.machines, training=TRAINING, gradients=engine)
         return self.one / trace.seconds
 
     def choices(self) -> dict[str, float]:

@@ -102,20 +102,21 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     data = json.loads(out)
     assert set(data) == {
         "workers", "cluster", "step_seconds", "cost_seconds", "compute_seconds",
-        "transfer_seconds", "update_seconds", "bytes", "memory", "layers", "rivals",
+        "transfer_seconds", "update_seconds", "moved_bytes", "memory_bytes", "layers", "rivals",
             "alternatives",
     }  # fmt: skip
     assert data["workers"] == 4 and data["cluster"] == "4x10Gb"
     assert [row["layer"] for row in data["layers"]] == ["0", "1", "2", "3", "output of 3"]
     for row in data["layers"]:
         assert set(row) == {
-            "layer", "op", "split", "workers", "compute", "transfer", "update", "bytes", "memory",
+            "layer", "op", "split", "workers", "compute_seconds", "transfer_seconds",
+            "update_seconds", "moved_bytes", "memory_bytes",
         }  # fmt: skip
-    parts = ("compute", "transfer", "update")
+    parts = ("compute_seconds", "transfer_seconds", "update_seconds")
     for part in parts:
-        assert sum(row[part] for row in data["layers"]) == pytest.approx(data[f"{part}_seconds"])
-    assert sum(data[f"{part}_seconds"] for part in parts) == pytest.approx(data["cost_seconds"])
-    assert sum(row["bytes"] for row in data["layers"]) == data["bytes"]
+        assert sum(row[part] for row in data["layers"]) == pytest.approx(data[part])
+    assert sum(data[part] for part in parts) == pytest.approx(data["cost_seconds"])
+    assert sum(row["moved_bytes"] for row in data["layers"]) == data["moved_bytes"]
     assert set(RIVALS) <= set(data["rivals"])
     for rival in data["rivals"].values():
         totals = {key for key in data if key.endswith("_seconds")}
@@ -139,10 +140,10 @@ def test_save_writes_a_plan_that_loads_and_simulates(run, net: str, tmp_path: Pa
 
 def test_plan_keeps_a_cap_on_memory(run, net: str) -> None:  # type: ignore[no-untyped-def]
     where = ("--cluster", "4x10Gb", "--input", INPUT, "--option", "width=512", "--json")
-    free = json.loads(run("plan", net, *where)[1])["memory"]
+    free = json.loads(run("plan", net, *where)[1])["memory_bytes"]
     code, out, err = run("plan", net, *where, "--memory", str(free))
     assert code == 0, err
-    assert json.loads(out)["memory"] <= free
+    assert json.loads(out)["memory_bytes"] <= free
 
 
 def test_plan_reads_a_cluster_file_and_a_local_output_is_cheaper(  # type: ignore[no-untyped-def]
@@ -153,7 +154,7 @@ def test_plan_reads_a_cluster_file_and_a_local_output_is_cheaper(  # type: ignor
     full = json.loads(run(*arguments, "--json")[1])
     local = json.loads(run(*arguments, "--output", "local", "--json")[1])
     assert local["cost_seconds"] < full["cost_seconds"]
-    assert local["layers"][-1]["transfer"] == 0.0
+    assert local["layers"][-1]["transfer_seconds"] == 0.0
 
 
 # -- simulate --------------------------------------------------------------------------------------

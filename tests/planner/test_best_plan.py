@@ -370,7 +370,7 @@ def test_no_rival_takes_a_shorter_step() -> None:
     for name, batch in (("digits", 64), ("unet3d", 4)):
         found = plan(graph_of(name, batch), cluster="2x2@1Gb/4:1").findings
         assert found.rivals
-        assert all(found.trace.seconds <= r.step * ROUNDING for r in found.rivals.values())
+        assert all(found.trace.seconds <= r.step_seconds * ROUNDING for r in found.rivals.values())
 
 
 @pytest.mark.parametrize("cap", (None, 240 << 20))

@@ -95,7 +95,7 @@ def test_sample_parallelism_is_forward_backward_sum() -> None:
 def test_a_whole_output_is_gathered_before_the_backward_pass() -> None:
     graph = chain(torch.zeros(4, 25), a=linear(25, 10), b=linear(10, 50))
     timer = Fixed({"a": (1.0, 2.0), "b": (3.0, 4.0)})
-    trace = simulate(Plan.uniform(graph, n=2), graph, cluster(2, latency=0.5), timer, engine=END)
+    trace = simulate(Plan.uniform(graph, n=2), graph, cluster(2, latency=0.5), timer, gradients=END)
     gathering = 0.5 + 2 * 50 * 4 / 1000  # two samples of 50 numbers to the other rank
     assert trace.seconds == near(10.0 + gathering + 2 * 0.5 + 3.0)
 
@@ -142,11 +142,13 @@ BACKWARD = {"a": (1.0, 1.0), "b": (1.0, 3.0), "c": (1.0, 3.0)}  # c is ready at 
         (Engine("chunks", last=1), [(6.0, 4.0), (10.0, 3.0)]),
         (Engine("chunks", last=2), [(9.0, 6.0), (10.0, 1.0)]),
         (Engine("chunks", last=3), [(10.0, 7.0)]),
-        (Engine("buckets", bucket=4000), [(6.0, 4.0), (10.0, 3.0)]),
-        (Engine("buckets", bucket=5000), [(9.0, 6.0), (10.0, 1.0)]),
-        (Engine("buckets", bucket=8000), [(10.0, 7.0)]),
+        (Engine("buckets", bucket_bytes=4000), [(6.0, 4.0), (10.0, 3.0)]),
+        (Engine("buckets", bucket_bytes=5000), [(9.0, 6.0), (10.0, 1.0)]),
+        (Engine("buckets", bucket_bytes=8000), [(10.0, 7.0)]),
     ],
-    ids=lambda value: f"{value.mode}-{value.last}-{value.bucket}" if type(value) is Engine else "",
+    ids=lambda value: (
+        f"{value.mode}-{value.last}-{value.bucket_bytes}" if type(value) is Engine else ""
+    ),
 )
 def test_engines_sum_gradients_when_they_say(
     engine: Engine, sums: list[tuple[float, float]]
@@ -408,7 +410,7 @@ def test_simulated_bytes_are_those_of_the_transfers(
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.layers["conv2"]))
 @pytest.mark.parametrize("mode", ["end", "layer"])
 def test_every_rank_computes_or_waits_and_never_twice_at_once(plan: Plan, mode: str) -> None:
-    trace = simulate(plan, BLOCK, Cluster.load("2x2@1Gb/4:1"), engine=Engine(mode))
+    trace = simulate(plan, BLOCK, Cluster.load("2x2@1Gb/4:1"), gradients=Engine(mode))
     assert trace.busy + trace.waiting == near([trace.seconds] * 4)
     assert (trace.waiting >= -1e-12).all()
     assert (trace.exposed <= trace.waiting + 1e-12).all()  # idle ranks wait for more than links
@@ -430,7 +432,7 @@ def test_without_overlap_or_latency_a_step_takes_its_predicted_cost(
     timer = Fixed({layer.name: (1.0, 2.0) for layer in graph.layers if layer.op != "input"})
     plan, machines = Plan.uniform(graph, **degrees), cluster(4)
     prediction = predict(plan, Costs(graph, machines, timer))
-    step = simulate(plan, graph, machines, timer, engine=END)
+    step = simulate(plan, graph, machines, timer, gradients=END)
     assert step.seconds == near(prediction.seconds)
 
 
@@ -452,7 +454,7 @@ def test_without_gradients_only_the_forward_pass_happens() -> None:
 
 
 def test_the_perfetto_export_is_what_its_viewer_reads(tmp_path) -> None:
-    trace = simulate(PLANS[1], BLOCK, Cluster.load("4x10Gb"), engine=Engine("layer"))
+    trace = simulate(PLANS[1], BLOCK, Cluster.load("4x10Gb"), gradients=Engine("layer"))
     trace.save(tmp_path / "step.json")
     data = json.loads((tmp_path / "step.json").read_text())
     events = data["traceEvents"]

@@ -67,8 +67,8 @@ def test_layers_carry_their_costs_and_alternatives(plan: Plan) -> None:
     layers = {layer["name"]: layer for layer in data["layers"]}
     row = next(row for row in plan.findings.prediction.rows if row.layer == "left")
     assert layers["left"]["kind"] == "spatial"
-    assert layers["left"]["compute"] == pytest.approx(row.compute, rel=1e-3)
-    assert layers["left"]["bytes"] == row.moved
+    assert layers["left"]["compute_seconds"] == pytest.approx(row.compute, rel=1e-3)
+    assert layers["left"]["moved_bytes"] == row.moved
     assert layers["head.3"]["workers"] == 2
     assert not layers["x"]["alternatives"]
     chosen = [row[0] for row in layers["left"]["alternatives"] if row[-1]]

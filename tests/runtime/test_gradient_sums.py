@@ -20,7 +20,7 @@ ENGINES = [
     Engine("chunks", last=1),
     Engine("chunks", last=3),
     Engine("chunks", last="auto"),
-    Engine("buckets", bucket=1000),
+    Engine("buckets", bucket_bytes=1000),
     Engine("layer", wait="step"),
 ]
 
@@ -127,7 +127,7 @@ def test_chunk_sizes() -> None:
     assert Engine("layer").chunks([1, 2, 3]) == [1, 1, 1]
     assert Engine("end").chunks([1, 2, 3]) == [3]
     assert Engine("chunks", last=2).chunks([1, 2, 3]) == [2, 1]
-    assert Engine("buckets", bucket=3).chunks([1, 2, 3, 1]) == [2, 1, 1]
+    assert Engine("buckets", bucket_bytes=3).chunks([1, 2, 3, 1]) == [2, 1, 1]
     assert Engine("layer").chunks([]) == []
     with pytest.raises(ValueError, match="mode 'soon' must be one of"):
         Engine("soon")

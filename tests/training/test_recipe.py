@@ -93,13 +93,13 @@ def test_norms_are_of_whole_parameters(p: float) -> None:
 
 
 def test_rates_follow_the_recipe_of_large_batches() -> None:
-    recipe = Settings(lr=0.1, lr_batch=256, batch=1024, warmup=5, schedule="step")
+    recipe = Settings(lr=0.1, lr_batch=256, batch=1024, warmup_epochs=5, schedule="step")
     assert rate_at(recipe, 0, 90) == pytest.approx(0.1)  # that of one small batch
     assert rate_at(recipe, 2.5, 90) == pytest.approx(0.25)
     assert [rate_at(recipe, e, 90) for e in (5, 29.9, 30, 60, 80)] == pytest.approx(
         [0.4, 0.4, 0.04, 0.004, 0.0004]
     )
-    cosine = Settings(lr=0.2, warmup=2)
+    cosine = Settings(lr=0.2, warmup_epochs=2)
     assert [rate_at(cosine, e, 10) for e in (1, 2, 6, 10, 11)] == pytest.approx(
         [0.1, 0.2, 0.1, 0, 0]
     )

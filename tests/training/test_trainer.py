@@ -56,7 +56,7 @@ def run_with(world: int, folder: Path, **given: Any) -> dict[str, torch.Tensor]:
 def test_a_run_that_moves_between_workers_and_plans_is_the_undisturbed_one(
     tmp_path: Path, optimizer: str
 ) -> None:
-    recipe = {"optimizer": optimizer, "schedule": "step", "milestones": "1.2", "warmup": 0.5}
+    recipe = {"optimizer": optimizer, "schedule": "step", "milestones": "1.2", "warmup_epochs": 0.5}
     recipe |= {"clip": 2.0, "label_smoothing": 0.1, "mixup": 0.3} if optimizer == "sgd" else {}
     wanted = run_with(1, tmp_path / "one", steps=22, **recipe)
     moving = tmp_path / "moving"

@@ -58,7 +58,7 @@ class Rival:
 
     plan: Plan
     prediction: Prediction
-    step: float  # seconds, simulated
+    step_seconds: float  # simulated
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def plan(
     memory: str | int | None = None,
     training: Training | None = None,
     timer: Timer | None = None,
-    engine: Engine | None = None,
+    gradients: Engine | str | None = None,
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
@@ -136,14 +136,17 @@ def plan(
     if memory is not None:
         cap = parse_size(memory) if isinstance(memory, str) else memory
     costs = Costs(graph, machines, timer or timer_for(machines, graph), training)
-    return examine(costs, engine, cap=cap)
+    return examine(costs, gradients, cap=cap)
 
 
 def examine(
-    costs: Costs, engine: Engine | None = None, cap: int | None = None, chosen: Plan | None = None
+    costs: Costs,
+    gradients: Engine | str | None = None,
+    cap: int | None = None,
+    chosen: Plan | None = None,
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
-    planner, steps = Planner(costs), _Steps(costs, engine)
+    planner, steps = Planner(costs), _Steps(costs, Engine.of(gradients))
     few = costs.world <= SIMULATED
     rivals = {
         name: Rival(rival, prediction, steps.of(rival).seconds if few else 0.0)
@@ -174,14 +177,14 @@ def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
 class _Steps:
     """The simulated steps of plans, each found out once: several ways lead to the same plan."""
 
-    def __init__(self, costs: Costs, engine: Engine | None) -> None:
-        self.costs, self.engine = costs, engine
+    def __init__(self, costs: Costs, gradients: Engine) -> None:
+        self.costs, self.gradients = costs, gradients
         self._known: dict[Hashable, Trace] = {}
 
     def of(self, plan: Plan) -> Trace:
         if (key := tuple(plan.layers.items())) not in self._known:
             costs = self.costs
             self._known[key] = simulate(
-                plan, costs.graph, costs.cluster, costs.timer, costs.training, self.engine
+                plan, costs.graph, costs.cluster, costs.timer, costs.training, self.gradients
             )
         return self._known[key]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.planner.planned import Alternative, Findings
 
 TIMES = ("compute", "transfer", "update")
+SIZES = ("moved_bytes", "memory_bytes")
 
 
 def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
@@ -30,12 +31,12 @@ def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
         **_totals(findings.prediction, findings.trace.seconds),
         "layers": [_layer_data(row) for row in findings.prediction.rows],
         "rivals": {
-            name: {"split": rival.plan.main_split, **_totals(rival.prediction, rival.step)}
+            name: {"split": rival.plan.main_split, **_totals(rival.prediction, rival.step_seconds)}
             for name, rival in findings.rivals.items()
         },
         "alternatives": {
             name: [
-                {"split": str(found.config), "onward": found.onward, **_times(found)}
+                {"split": str(found.config), "onward_seconds": found.onward, **_times(found)}
                 for found in findings.explain(name)
             ]
             for name in explain
@@ -60,9 +61,9 @@ def _totals(prediction: Prediction, step_seconds: float) -> dict[str, Any]:
     return {
         "step_seconds": step_seconds,
         "cost_seconds": prediction.seconds,
-        **{f"{part}_seconds": seconds for part, seconds in _times(prediction).items()},
-        "bytes": prediction.moved,
-        "memory": prediction.memory,
+        **_times(prediction),
+        "moved_bytes": prediction.moved,
+        "memory_bytes": prediction.memory,
     }
 
 
@@ -73,14 +74,14 @@ def _layer_data(row: PlannedLayer) -> dict[str, Any]:
         "split": str(row.config),
         "workers": row.config.num_workers,
         **_times(row),
-        "bytes": row.moved,
-        "memory": row.memory,
+        "moved_bytes": row.moved,
+        "memory_bytes": row.memory,
     }
 
 
 def _times(costs: Any) -> dict[str, float]:
     """The parts of what something costs, in seconds."""
-    return {part: getattr(costs, part) for part in TIMES}
+    return {f"{part}_seconds": getattr(costs, part) for part in TIMES}
 
 
 def as_text(plan: Plan) -> str:
@@ -115,8 +116,8 @@ def plan_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
             row["op"],
             "all ranks" if gathered else row["split"] + note,
             str(plan.world if gathered else row["workers"]),
-            *(milliseconds(row[part]) for part in TIMES),
-            *(size(row[part]) if row[part] else "" for part in ("bytes", "memory")),
+            *(milliseconds(row[f"{part}_seconds"]) for part in TIMES),
+            *(size(row[part]) if row[part] else "" for part in SIZES),
         )
     return table
 
@@ -134,7 +135,7 @@ def rivals_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
             row["split"],
             *(milliseconds(row[part]) for part in times),
             milliseconds(row["step_seconds"]) if row["step_seconds"] else "",
-            *(size(row[part]) for part in ("bytes", "memory")),
+            *(size(row[part]) for part in SIZES),
             f"{row[judged] / data[judged]:.2f}x",
         )
     return table

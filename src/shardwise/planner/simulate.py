@@ -36,7 +36,7 @@ def simulate(
     cluster: Cluster,
     timer: Timer | None = None,
     training: Training | None = None,
-    engine: Engine | None = None,
+    gradients: Engine | str | None = None,
 ) -> Trace:
     """The predicted trace of one training step."""
     if plan.world != cluster.world:
@@ -51,7 +51,7 @@ def simulate(
     layers = sum(1 for layer in graph.layers if layer.params)
     traces = [
         ClockMachine(program, plan.world, network, timer, training, choice).step()
-        for choice in (engine or Engine()).choices(layers)
+        for choice in Engine.of(gradients).choices(layers)
     ]
     return min(traces, key=lambda trace: trace.seconds)
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardwise.errors import ShardwiseError
 from shardwise.plans.program import Program, Run
+from shardwise.units import parse_size
 
 WAITS = ("backward", "step", "use")
 MODES = ("end", "layer", "chunks", "buckets")
@@ -29,7 +31,7 @@ class Engine:
 
     mode: str = "buckets"
     last: int | Literal["auto"] = 0
-    bucket: int = 8 << 20
+    bucket_bytes: int = 8 << 20
     wait: Literal["backward", "step", "use"] = "backward"
     held: int = 0
 
@@ -40,8 +42,31 @@ class Engine:
             raise ValueError(f"wait {self.wait!r} must be one of {', '.join(WAITS)}")
         if isinstance(self.last, str) and self.last != "auto":
             raise ValueError(f"last {self.last!r} must be a number of layers, or auto")
-        if (self.last != "auto" and self.last < 0) or self.bucket < 1 or self.held < 0:
-            raise ValueError(f"{self}: last and held must be 0 or more, and bucket 1 byte or more")
+        if (self.last != "auto" and self.last < 0) or self.bucket_bytes < 1 or self.held < 0:
+            raise ValueError(f"{self}: last and held must be 0 or more, and bucket_bytes 1 or more")
+
+    @classmethod
+    def of(cls, gradients: Engine | str | None) -> Engine:
+        """What is meant: an engine, one as text, or the default.
+
+        >>> Engine.of("chunks:9").last, Engine.of("buckets:8MiB") == Engine()
+        (9, True)
+        """
+        if not isinstance(gradients, str):
+            return gradients or cls()
+        mode, _, value = gradients.partition(":")
+        if mode in ("end", "layer") and not value:
+            return cls(mode)
+        if gradients == "chunks:auto":
+            return cls(mode, last="auto")
+        if mode == "chunks" and value.isdecimal() and value.isascii() and int(value):
+            return cls(mode, last=int(value))
+        if mode == "buckets" and value:
+            return cls(mode, bucket_bytes=parse_size(value))
+        raise ShardwiseError(
+            f"gradients {gradients!r} must be end, layer, chunks:K, chunks:auto or buckets:SIZE, "
+            "such as chunks:9 or buckets:25MiB"
+        )
 
     def choices(self, num_layers: int) -> list[Engine]:
         """The engines to choose from for a model with so many layers with weights."""
@@ -66,7 +91,7 @@ class Engine:
             return True
         if self.mode == "chunks":
             return index + 1 == self.last
-        return self.mode == "buckets" and pending >= self.bucket
+        return self.mode == "buckets" and pending >= self.bucket_bytes
 
 
 @dataclass(frozen=True)

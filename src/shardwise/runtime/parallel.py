@@ -39,7 +39,7 @@ def parallelize(
     output: Literal["full", "local"] = "full",
     comm: Communicator | None = None,
     graphs: Graphs | None = None,
-    gradients: Engine | None = None,
+    gradients: Engine | str | None = None,
     cluster: Cluster | str | None = None,
     precision: Literal["bf16"] | None = None,
 ) -> ParallelModel:
@@ -48,10 +48,10 @@ def parallelize(
     All ranks start from rank 0's parameters and buffers; those that it has on the meta device must
     be loaded before they are used, see `load_weights`. With output="full" every rank returns the
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
-    capturing the model again where that was done before; `gradients` says when they are summed,
-    and the measurements of a `cluster` by which algorithms (see `shardwise probe --sums`). With
-    precision="bf16" layers compute in bfloat16 (norms and softmax in float32); parameters, their
-    gradients and the output stay float32.
+    capturing the model again where that was done before; `gradients` says when they are summed
+    ("chunks:9", or an Engine), and the measurements of a `cluster` by which algorithms (see
+    `shardwise probe --sums`). With precision="bf16" layers compute in bfloat16 (norms and softmax
+    in float32); parameters, their gradients and the output stay float32.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
@@ -60,7 +60,7 @@ def parallelize(
     try:
         _check(model, plan, comm)
         graphs = graphs or _captured(model, plan)
-        state = State(plan, output, comm, graphs, gradients or Engine(), precision)
+        state = State(plan, output, comm, graphs, Engine.of(gradients), precision)
     except Exception as error:  # all ranks must hear of it before they wait for this one
         refusal = error
     agree_to_start(refusal, state.facts if state else {}, comm)

@@ -10,10 +10,8 @@ from math import prod
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.grid import AXES, AXIS_NAMES
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.specs.model_spec import is_count
-from shardwise.units import parse_size
 
 AUTO, OWT = "auto", "owt"  # other names of plans are files
 
@@ -92,24 +90,3 @@ def parse_split(text: str) -> dict[str, int]:
             )
         split[axis] = int(degree)
     return split
-
-
-def parse_engine(text: str) -> Engine:
-    """When gradients are summed.
-
-    >>> parse_engine("chunks:9").last
-    9
-    """
-    mode, _, value = text.partition(":")
-    if mode in ("end", "layer") and not value:
-        return Engine(mode)
-    if text == "chunks:auto":
-        return Engine(mode, last="auto")
-    if mode == "chunks" and is_count(value):
-        return Engine(mode, last=int(value))
-    if mode == "buckets" and value:
-        return Engine(mode, bucket=parse_size(value))
-    raise ShardwiseError(
-        f"gradients {text!r} must be end, layer, chunks:K, chunks:auto or buckets:SIZE, such as "
-        "chunks:9 or buckets:25MiB"
-    )

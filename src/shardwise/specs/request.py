@@ -16,7 +16,7 @@ from shardwise.planner.simulate import simulate
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.specs.model_spec import ModelSpec
-from shardwise.specs.plan_spec import PlanSpec, parse_engine
+from shardwise.specs.plan_spec import PlanSpec
 from shardwise.units import parse_size
 
 PER_WORKER = 32  # samples, where no batch is given
@@ -49,24 +49,24 @@ class PlanRequest:
 def best_plan(costs: Costs, gradients: str, memory: str | None) -> Plan:
     """The best plan within the memory of a worker, with all that is known about it."""
     cap = costs.cluster.device.memory if memory is None else parse_size(memory)
-    return examine(costs, parse_engine(gradients), cap=cap)
+    return examine(costs, gradients, cap=cap)
 
 
 def simulated(request: PlanRequest) -> Trace:
     """One step under the plan that is asked for."""
-    costs, engine = request.costs(), parse_engine(request.gradients)
-    chosen = _chosen(request, costs)
-    return simulate(chosen, costs.graph, costs.cluster, costs.timer, costs.training, engine)
+    costs = request.costs()
+    chosen, gradients = _chosen(request, costs), request.gradients
+    return simulate(chosen, costs.graph, costs.cluster, costs.timer, costs.training, gradients)
 
 
 def examined(request: PlanRequest, chosen: Plan | None = None) -> Plan:
     """A given plan, or the one that is asked for, with all that is known about it."""
-    costs, engine = request.costs(), parse_engine(request.gradients)
+    costs = request.costs()
     if chosen is None:
         chosen = _chosen(request, costs)
     else:
         chosen.check(costs.graph)
-    return examine(costs, engine, chosen=chosen)
+    return examine(costs, request.gradients, chosen=chosen)
 
 
 def _chosen(request: PlanRequest, costs: Costs) -> Plan:

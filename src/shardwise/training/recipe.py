@@ -38,17 +38,17 @@ def rate_at(settings: Settings, epoch: float, epochs: float) -> float:
 
     It depends on nothing else, so a run that is resumed goes on with the right one.
 
-    >>> round(rate_at(Settings(lr=0.4, warmup=5, schedule="step"), epoch=65, epochs=90), 6)
+    >>> round(rate_at(Settings(lr=0.4, warmup_epochs=5, schedule="step"), epoch=65, epochs=90), 6)
     0.004
     """
     peak = peak_rate(settings)
-    if epoch < settings.warmup:  # from the rate of one small batch up to the highest
+    if epoch < settings.warmup_epochs:  # from the rate of one small batch up to the highest
         start = settings.lr if settings.lr_batch and peak > settings.lr else 0.0
-        return start + (peak - start) * epoch / settings.warmup
+        return start + (peak - start) * epoch / settings.warmup_epochs
     if settings.schedule == "step":
         return peak * settings.gamma ** bisect_right(sorted(settings.milestones), epoch)
     if settings.schedule == "cosine":
-        part = (epoch - settings.warmup) / max(epochs - settings.warmup, 1e-9)
+        part = (epoch - settings.warmup_epochs) / max(epochs - settings.warmup_epochs, 1e-9)
         return peak * (1 + cos(pi * min(part, 1.0))) / 2
     return peak
 

@@ -124,7 +124,7 @@ class Settings(BaseModel):
     schedule: Literal["constant", "step", "cosine"] = _field(
         "cosine", "Schedule", "How the learning rate falls."
     )
-    warmup: Real = _field(0.0, "Schedule", "Epochs in which the learning rate rises.", ge=0)
+    warmup_epochs: Real = _field(0.0, "Schedule", "Epochs in which the learning rate rises.", ge=0)
     milestones: tuple[Real, ...] = _field((30, 60, 80), "Schedule", "Epochs at which step falls.")
     gamma: Annotated[Real, Field(gt=0)] = _field(0.1, "Schedule", "By which factor step falls.")
 

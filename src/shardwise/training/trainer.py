@@ -22,7 +22,6 @@ from shardwise.plans.plan import Plan
 from shardwise.report import write_report
 from shardwise.runtime.agreement import together
 from shardwise.runtime.parallel import ParallelModel, of, parallelize
-from shardwise.specs.plan_spec import parse_engine
 
 from .bf16 import check_bf16
 from .journal import Epoch, Journal, memory_held
@@ -107,7 +106,7 @@ class Trainer:
             output=settings.output,
             comm=self.comm,
             graphs=graphs,
-            gradients=parse_engine(settings.gradients),
+            gradients=settings.gradients,
             cluster=settings.cluster,
             precision="bf16" if settings.precision == "bf16" else None,
         )
@@ -156,7 +155,7 @@ class Trainer:
         if self.plan.findings is not None:
             return self.plan
         costs = make_costs(self.settings, self.graph, self.comm.size)
-        return examine(costs, parse_engine(self.settings.gradients), chosen=self.plan)
+        return examine(costs, self.settings.gradients, chosen=self.plan)
 
     def _run_epoch(self, stop: StopSignal) -> None:
         settings, loader = self.settings, self.loader

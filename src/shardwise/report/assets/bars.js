@@ -49,8 +49,8 @@ function drawMemory() {
 
 function drawRivals() {
   const rows = [{ ...plan, name: "this plan", split: "", chosen: true }, ...Object.entries(plan.rivals).map(([name, rival]) => ({ name, ...rival }))];
-  const columns = [["step_seconds", "step", time], ["cost_seconds", "cost, nothing hidden", time], ["bytes", "moved in a step", size], ["memory", "fullest rank", size]]
-    .filter(([key]) => rows.every((row) => row[key] > 0 || key === "bytes"));
+  const columns = [["step_seconds", "step", time], ["cost_seconds", "cost, nothing hidden", time], ["moved_bytes", "moved in a step", size], ["memory_bytes", "fullest rank", size]]
+    .filter(([key]) => rows.every((row) => row[key] > 0 || key === "moved_bytes"));
   const most = Object.fromEntries(columns.map(([key]) => [key, Math.max(...rows.map((row) => row[key]))]));
   find("#rivals table").replaceChildren(
     make("thead", {}, make("tr", {}, ["plan", "split of most layers", ...columns.map(([, title]) => title)].map((name) => make("th", { scope: "col" }, name)))),

@@ -7,8 +7,8 @@ function summary() {
     tiles.push([time(plan.step_seconds), recorded ? "predicted step" : "simulated step"]);
     if (recorded) tiles.push([time(recorded.seconds), "measured step"]);
     if (sample && sample.step_seconds) tiles.push([`${digits(sample.step_seconds / plan.step_seconds)}×`, "as fast as sample parallelism"]);
-    if (sample) tiles.push([size(plan.bytes), sample.bytes ? `moved in a step; sample parallelism: ${size(sample.bytes)}` : "moved in a step"]);
-    tiles.push([size(plan.memory), "on the fullest rank"]);
+    if (sample) tiles.push([size(plan.moved_bytes), sample.moved_bytes ? `moved in a step; sample parallelism: ${size(sample.moved_bytes)}` : "moved in a step"]);
+    tiles.push([size(plan.memory_bytes), "on the fullest rank"]);
     tiles.push([percent((recorded || plan).overlap), "of communication hidden"]);
     find("#subtitle").textContent = `${plan.workers} workers of ${plan.cluster}, ${plan.batch} samples a step, ${plan.layers.length} layers`;
   }

@@ -1,7 +1,7 @@
 // The plan drawn over the layer graph, and one layer's costs and alternatives.
 const SPLITS = { n: "samples (n)", spatial: "spatial (d h w)", f: "filters (f)", c: "channels (c)", mixed: "several axes", whole: "not split" };
 const plan = DATA.plan;
-const cost = (layer) => (layer.compute || 0) + (layer.transfer || 0) + (layer.update || 0);
+const cost = (layer) => (layer.compute_seconds || 0) + (layer.transfer_seconds || 0) + (layer.update_seconds || 0);
 const isFewer = (layer) => layer.workers < plan.workers;
 const chosen = { block: -1, layer: -1, scale: 1 };
 
@@ -109,8 +109,8 @@ function showLayer(layer, members, block) {
     members.map((k) => make("button", { type: "button", "aria-pressed": String(k === chosen.layer), title: plan.layers[k].name,
       onclick: () => { choose(block, k); find(`#layer [aria-pressed="true"]`).focus(); } }, plan.layers[k].op)));
   const facts = [["operator", layer.op], ["output", layer.shape.join("×")], ["workers", `${layer.workers} of ${plan.workers}`]];
-  if (layer.compute !== undefined) facts.push(["compute", time(layer.compute)], ["transfer", time(layer.transfer)], ["update", time(layer.update)],
-    ["moved", size(layer.bytes)], ["memory", size(layer.memory)], ["share of cost", percent(cost(layer) / plan.cost_seconds)]);
+  if (layer.compute_seconds !== undefined) facts.push(["compute", time(layer.compute_seconds)], ["transfer", time(layer.transfer_seconds)], ["update", time(layer.update_seconds)],
+    ["moved", size(layer.moved_bytes)], ["memory", size(layer.memory_bytes)], ["share of cost", percent(cost(layer) / plan.cost_seconds)]);
   find("#layer").replaceChildren(
     make("h3", {}, layer.name),
     make("p", {}, make("span", { class: `badge ${layer.kind}` }, layer.split), ` ${SPLITS[layer.kind]}${isFewer(layer) ? ", on fewer workers" : ""}`, layer.whole ? " — has no strategy" : ""),
