@@ -26,7 +26,7 @@ class FlipAttrs:
 class Flip(Strategy):
     """A block of the output is the mirrored block of the operand."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
 
     def read(self, call: Call) -> Request:
         """From the arguments of the ATen call to a layer: its tensors and its attributes."""

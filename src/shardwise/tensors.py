@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 import torch
 
@@ -29,6 +31,13 @@ def memory_format_of(x: torch.Tensor) -> torch.memory_format:
     return (
         channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
     )
+
+
+def lowered(kind: str, dtype: torch.dtype | None) -> Any:
+    """A context in which torch.autocast lowers to this type on a kind of device, or to none."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype, enabled=dtype is not None)
 
 
 def memory_order(x: torch.Tensor) -> tuple[int, ...]:

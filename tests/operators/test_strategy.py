@@ -149,7 +149,7 @@ class Forgetful(Strategy):
 
 
 class Careful(Forgetful):
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
 
     def read(self, call: Call) -> Request:
         return Request("careful", (call.x,), {"p": call.get("probability")})
@@ -158,7 +158,7 @@ class Careful(Forgetful):
 @pytest.mark.parametrize(
     "cls, aten, sentence",
     [
-        (Forgetful, (), "operator 'x' .* does not say: keeps_inputs, draws, needs_float32"),
+        (Forgetful, (), "operator 'x' .* does not say: keeps_inputs, draws"),
         (Forgetful, ("flip",), "does not say: .*, read"),
         (Careful, ("rand",), "operator 'x': rand draws random numbers"),
         (Careful, ("flipp",), "there is no ATen operator 'flipp'"),
@@ -188,18 +188,3 @@ def test_a_mistake_in_reading_arguments_is_an_error_and_not_an_unknown_operator(
 def test_attributes_of_an_operator_are_a_dataclass() -> None:
     with pytest.raises(TypeError, match="attributes of operator 'flip' are a dataclass"):
         Request("flip", (), {"dims": (1,)})
-
-
-@pytest.mark.parametrize(
-    "module, needs_float32",
-    [
-        (nn.Softmax(1), True),
-        (nn.LogSoftmax(1), True),
-        (nn.GroupNorm(2, 4), True),
-        (nn.InstanceNorm2d(4, track_running_stats=True), True),  # runs whole
-        (nn.Conv2d(4, 4, 3), False),
-    ],
-)
-def test_what_loses_too_much_in_16_bits_says_so(module: nn.Module, needs_float32: bool) -> None:
-    layer = layer_of(module, 2, 4, 5, 5)
-    assert STRATEGIES[layer.op].runs_in_float32(layer) == needs_float32

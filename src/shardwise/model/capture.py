@@ -58,12 +58,18 @@ class Kinds:
     inputs: tuple[torch.dtype, ...]
     stored: tuple[torch.dtype, ...]
     orders: tuple[tuple[int, ...], ...]  # of the inputs' dimensions in memory
+    autocast: torch.dtype | None = None  # what torch.autocast around the model lowers to
 
     @classmethod
-    def of(cls, inputs: tuple[torch.Tensor, ...], stored: Mapping[str, torch.Tensor]) -> Kinds:
+    def of(
+        cls,
+        inputs: tuple[torch.Tensor, ...],
+        stored: Mapping[str, torch.Tensor],
+        autocast: torch.dtype | None = None,
+    ) -> Kinds:
         """Those of a pass that is about to begin."""
         types = tuple(x.dtype for x in inputs), tuple(x.dtype for x in stored.values())
-        return cls(*types, tuple(map(memory_order, inputs)))
+        return cls(*types, tuple(map(memory_order, inputs)), autocast)
 
     @property
     def in_order(self) -> Kinds:
@@ -150,7 +156,8 @@ class ModelGraphs:
         if captured is None:
             model = copy_structure(self._model) if self._looks.changes else self._model
             self._looks.apply(model)
-            captured = Captured(model, self._inputs, training, others=self._looks.others)
+            settings = {"others": self._looks.others, "autocast": self._kinds.autocast}
+            captured = Captured(model, self._inputs, training, **settings)
             self._check_left(captured)
             for path, names in captured.reads.items():
                 self.reads.setdefault(path, set()).update(names)

@@ -28,7 +28,7 @@ from shardwise.model.own_backward import kept_whole
 from shardwise.model.source_lines import line_of_error
 from shardwise.model.weightless import stand_ins
 from shardwise.modules import named_tensors
-from shardwise.tensors import like
+from shardwise.tensors import like, lowered
 
 Tensors = tuple[torch.Tensor, ...]
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
@@ -55,10 +55,11 @@ class Captured:
         training: bool,
         free: bool = True,
         others: tuple[str, ...] = (),
+        autocast: torch.dtype | None = None,
     ) -> None:
         check_example(model, inputs)
         self.training, self._given = training, (model, inputs)
-        self._others = others  # modules in another mode
+        self._others, self._autocast = others, autocast  # modules in another mode, and types
         model, inputs = _twin(model, inputs)
         self._modules = dict(model.named_modules())
         self._fixed_batch = inputs[0].shape[0]
@@ -67,6 +68,7 @@ class Captured:
             traced_hooks(model),
             read_attributes(model) as self.reads,
             left_behind(model, self.reads) as self.left,
+            lowered(inputs[0].device.type, autocast),
         ):
             program = _export(model, inputs, free)
         self._names = _stored_names(program, model)
@@ -116,7 +118,8 @@ class Captured:
         model, inputs = self._given
         few = [x[:batch] if x.shape[0] == self._fixed_batch else x for x in inputs]
         try:
-            alone = Captured(model, tuple(few), self.training, free=False, others=self._others)
+            settings = {"others": self._others, "autocast": self._autocast}
+            alone = Captured(model, tuple(few), self.training, free=False, **settings)
             graph = alone.graph(batch)
         except CaptureError:
             return None

@@ -18,7 +18,7 @@ class Contraction(Strategy):
     channel_dim = 1
     contracts = True
     joint_channels = False
-    keeps_inputs, draws, needs_float32 = True, False, False
+    keeps_inputs, draws = True, False
 
     def partial(self, split: Split) -> Layout | None:
         if split.config.c == 1:

@@ -21,7 +21,7 @@ class GridSampleAttrs:
 class GridSample(Strategy):
     """Samples, channels and positions may be split; a position may read anything of its image."""
 
-    keeps_inputs, draws, needs_float32 = True, False, True
+    keeps_inputs, draws = True, False
     labels_by_position = True
 
     def read(self, call: Call) -> Request:

@@ -60,7 +60,7 @@ class LayerNormAttrs(NormAttrs):
 class Norm(Strategy):
     """What the four norms share. Subclasses say what is summed and where parameters lie."""
 
-    keeps_inputs, draws, needs_float32 = True, False, True
+    keeps_inputs, draws = True, False
     normalizes = True
 
     def parameter(self, split: Split, shape: tuple[int, ...]) -> Layout:
@@ -84,7 +84,8 @@ class Norm(Strategy):
             weight = weight.view(shape)
             bias = bias.view(shape) if bias is not None else None
         args = (*self.grouping(local, x, local.sums.shape), local.attrs.eps, local.sum)
-        return Normalize.apply(x, weight, bias, *args)[0]  # type: ignore[index]
+        y: Tensor = Normalize.apply(x, weight, bias, *args)[0]  # type: ignore[index]
+        return y.to(local.layer.dtype)
 
     def stock(self, local: Local, x: Tensor, params: Params) -> Tensor:
         """The norm of groups that lie on this rank."""

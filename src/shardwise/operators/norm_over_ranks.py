@@ -99,7 +99,7 @@ class Normalize(torch.autograd.Function):
         y = normal
         if weight is not None:
             y = normal * weight if bias is None else torch.addcmul(bias, normal, weight)
-        return y.to(x.dtype), mean, var
+        return y, mean, var
 
     @staticmethod
     def backward(ctx, dy, _mean, _var):  # type: ignore[no-untyped-def]

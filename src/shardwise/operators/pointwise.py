@@ -15,7 +15,7 @@ from shardwise.operators.strategy import Local, Need, Strategy, broadcast, opera
 class Input(Strategy):
     """A tensor the user gives; its config says which part each rank reads from the data set."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
     labels_by_position = True
 
     def needs(self, split: Split) -> tuple[Need, ...]:
@@ -68,7 +68,7 @@ KEEP_OUTPUT = frozenset("relu sigmoid tanh exp sqrt hardsigmoid elu".split())  #
 class Pointwise(Strategy):
     """Unary and broadcasting operators, called as they are on the local parts."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
     as_called = True
 
     def read(self, call: Call) -> Request | None:

@@ -48,7 +48,7 @@ class Pool(Strategy):
     """Pooling with a fixed kernel; split space is padded by the transfer, with `fill`."""
 
     fill = 0.0
-    keeps_inputs, draws, needs_float32 = True, False, False
+    keeps_inputs, draws = True, False
     reads_beyond = True
 
     @staticmethod
@@ -167,7 +167,7 @@ def adaptive_window(ranges: Ranges, size: int, outputs: int) -> Ranges:
 class AdaptivePool(Strategy):
     """Pooling to a given size; the windows of neighbouring outputs may overlap."""
 
-    keeps_inputs, draws, needs_float32 = True, False, False
+    keeps_inputs, draws = True, False
     stock: Stock
 
     def needs(self, split: Split) -> tuple[Need, ...]:

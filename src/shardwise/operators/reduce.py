@@ -39,7 +39,7 @@ class Reduce(Strategy):
     and the parts are added into channels split over those ranks as well.
     """
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
 
     def read(self, call: Call) -> Request | None:
         if call.args.get("dtype") is not None:  # amax and amin have none
@@ -127,7 +127,7 @@ class DimAttrs:
 class WholeDim(Strategy):
     """One dimension is needed whole, then cut to the block."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
     as_called = True
 
     def read(self, call: Call) -> Request:
@@ -150,4 +150,4 @@ class WholeDim(Strategy):
 
 @operator("softmax", "softmax", "log_softmax")
 class Softmax(WholeDim):
-    needs_float32 = True
+    """Exponentials over a sum of them."""

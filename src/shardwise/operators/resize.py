@@ -32,7 +32,7 @@ class InterpolateAttrs:
 class Interpolate(Strategy):
     """Each output position reads one or two neighbours per dimension."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
 
     def read(self, call: Call) -> Request:
         linear = call.name in LINEAR

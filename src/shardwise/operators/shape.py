@@ -26,7 +26,7 @@ Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
 class Moves(Strategy):
     """Operators that compute nothing."""
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
 
     def flops(self, split: Split) -> np.ndarray:
         return np.zeros(split.world)

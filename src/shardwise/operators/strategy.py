@@ -94,7 +94,6 @@ class Strategy:
     # What every operator must say, see `operator`.
     keeps_inputs: bool  # for the backward pass
     draws: bool  # uses random numbers, which every rank must draw to stay in step
-    needs_float32: bool  # loses too much in 16 bits: sums over many values, exponentials
 
     joint_channels = True  # f and c split the same dimension, so their product is limited
     free = False  # hands out a view of its operand: no time, no memory
@@ -124,9 +123,6 @@ class Strategy:
     def labels(self, attrs: Any, shape: Shape, inputs: Inputs) -> str:
         """The labels of the output's dimensions, from the shapes and labels of what it reads."""
         return default_dims(shape) if self.labels_by_position else inherited_dims(shape, inputs)
-
-    def runs_in_float32(self, layer: Layer) -> bool:
-        return self.needs_float32
 
     def ends_gradient(self, layer: Layer) -> bool:
         """Whether nothing that comes before gets a gradient through this layer."""
@@ -283,7 +279,7 @@ STRATEGIES: dict[str, Strategy] = {}  # by the name that layers have in their `o
 READERS: dict[str, Strategy] = {}  # by the ATen operator whose calls they read
 
 S = TypeVar("S", bound=Strategy)
-STATED = ("keeps_inputs", "draws", "needs_float32")  # by every operator: forgotten, plans are wrong
+STATED = ("keeps_inputs", "draws")  # by every operator: forgotten, plans are wrong
 WRITTEN = ("needs", "run")
 
 

@@ -13,7 +13,7 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request, draws, tensor_nodes
 from shardwise.operators.pointwise import as_called
 from shardwise.operators.splits import Split
-from shardwise.operators.strategy import READERS, Local, Need, Strategy, narrow, operator
+from shardwise.operators.strategy import Local, Need, Strategy, narrow, operator
 
 # What depends only on shapes, and is computed wherever it is wanted.
 MADE = frozenset(
@@ -50,7 +50,7 @@ class Made(Strategy):
     generators of random numbers stay in step.
     """
 
-    keeps_inputs, draws, needs_float32 = False, False, False  # `draws` is an attribute of the layer
+    keeps_inputs, draws = False, False  # `draws` is an attribute of the layer
     as_called = True
     shapes_only = True
 
@@ -96,7 +96,7 @@ class Opaque(Strategy):
     what came of it.
     """
 
-    keeps_inputs, draws, needs_float32 = False, False, False
+    keeps_inputs, draws = False, False
     always_runs = True
     as_called = True
     known = False
@@ -105,11 +105,6 @@ class Opaque(Strategy):
         if call.item is not None:
             _check_item(call)
         return replace(as_called("opaque", call), attrs=OpaqueAttrs(call.item))
-
-    def runs_in_float32(self, layer: Layer) -> bool:
-        """As the operator that reads such calls, though not this one."""
-        reader = READERS.get(layer.traits.called or "")
-        return reader is not None and reader.needs_float32
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}

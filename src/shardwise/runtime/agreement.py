@@ -34,7 +34,7 @@ class Intent:
     trained: int = 0  # which parameters, and which inputs need gradients
     kinds: int = 0  # shapes and dtypes of whole inputs
     content: int = 0  # of whole inputs
-    lowered: int = 0  # layers compute in 16 bits
+    autocast: int = 0  # what torch.autocast lowers to
     refused: int = 0  # this rank cannot do it
 
     @classmethod
@@ -47,7 +47,7 @@ class Intent:
         modes: Sequence[bool],  # of all modules, the whole model first
         looks: Any,
         trained: Sequence[str],
-        lowered: bool,
+        autocast: torch.dtype | None,
     ) -> Intent:
         return cls(
             samples=samples,
@@ -59,7 +59,7 @@ class Intent:
             trained=checksum([[*trained], [x.requires_grad for x in inputs]]),
             kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
             content=checksum([checksum(x) for x in inputs]) if whole else 0,
-            lowered=lowered,
+            autocast=checksum(str(autocast)),
         )
 
     def __str__(self) -> str:
@@ -81,8 +81,8 @@ class Intent:
             return "has other parameters or inputs that require gradients than rank 0"
         if self.kinds != first.kinds:
             return "was given inputs of another shape or dtype than rank 0"
-        if self.lowered != first.lowered:
-            return "runs under torch.autocast where rank 0 does not, or the other way round"
+        if self.autocast != first.autocast:
+            return "runs under another torch.autocast than rank 0"
         if self.content != first.content:
             return (
                 "was given another batch than rank 0; give every rank the same global batch, or "

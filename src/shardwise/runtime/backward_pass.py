@@ -145,13 +145,13 @@ def _enter(
 def _own_parts(machine: RankMachine, gradients: Sequence[Any]) -> Tensors:
     """Every rank has the gradient of the whole output and takes its own part: no sum."""
     parts: Tensors = {}
-    program, own, types = machine.program, machine.bound.own_parts, machine.types
+    program, own = machine.program, machine.bound.own_parts
     for name, gradient in zip(program.outputs, gradients, strict=True):
         if gradient is not None:
             if machine.whole_outputs:
                 gradient = gradient.reshape(program.layouts[name].shape)[own[name]]
             parts[name] = parts[name] + gradient if name in parts else gradient
-    return {name: types.kept(gradient) for name, gradient in parts.items()}
+    return parts
 
 
 def _input_gradient(state: State, program: Program, name: str, gradient: Any) -> Any:

@@ -47,7 +47,7 @@ class Bound:
 
     def blocks(self, types: Types) -> Blocks:
         """The functions that this program's blocks are, for values of these types."""
-        key = types.precision, types.device
+        key = types.autocast, types.device
         if key not in self._blocks:
             self._blocks[key] = {
                 id(step): lower(step, types, partial(self._share, types), self._weight, self._at)

@@ -27,17 +27,9 @@ from shardwise.runtime.block import Block, plain
 class Types:
     """The types and the device of values between layers."""
 
-    dtypes: Mapping[str, torch.dtype]  # as the model has them
-    precision: torch.dtype | None  # of all real numbers, if another
+    dtypes: Mapping[str, torch.dtype]
+    autocast: torch.dtype | None  # what torch.autocast lowers to, if layers run under it
     device: torch.device | None
-
-    def dtype(self, value: str) -> torch.dtype:
-        dtype = self.dtypes[value]
-        return self.precision if self.precision and dtype.is_floating_point else dtype
-
-    def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """As values between layers are kept."""
-        return x if self.precision is None else cast_floats(x, self.precision)
 
 
 @dataclass(frozen=True)
@@ -173,24 +165,24 @@ def _function(op: Op, types: Types, local: Local) -> Function:
     """What a layer computes on this rank, with the types that values are to have."""
     if not op.active:
         values = tuple(i for i, source in enumerate(op.operands) if source.kind == "value")
-        return partial(_nothing, values, op.local.output.shape, types.dtype(op.result), types)
+        return partial(_nothing, values, op.local.output.shape, types.dtypes[op.result], types)
     layer, compute = op.local.layer, op.strategy.lower(local)
-    shape, dtype = op.local.output.shape, types.dtype(op.result)
-    precision = types.precision
-    cast = precision and (torch.float32 if op.strategy.runs_in_float32(layer) else precision)
+    shape, dtype, autocast = op.local.output.shape, types.dtypes[op.result], types.autocast
+    # A product's operands have its type: autocast does not know every way in which it is computed.
+    products = op.strategy.contracts and autocast is not None
     without = [(index, layer.operands[index].shape) for index in op.without]
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
         for index, whole in without:  # boxes of nothing have no shape
             if not tensors[index].numel():
                 tensors[index] = tensors[index].reshape(whole)
-        if cast is not None:
-            tensors = [cast_floats(tensor, cast) for tensor in tensors]
+        if products:
+            tensors = [tensor.to(dtype) for tensor in tensors]
         y = compute(tensors)
         if not y.ndim:
             y = y.reshape(1)
-        if precision is not None:
-            y = cast_floats(y, precision)
+        if autocast is not None and y.is_floating_point():
+            y = y.to(dtype)
         if y.shape != shape or y.dtype != dtype:
             raise ShardwiseError(
                 f"layer {layer.name!r} ({layer.op}) made {_kind(y.shape, y.dtype)} where "
@@ -219,11 +211,6 @@ def _nothing(
     if not parts or not (dtype.is_floating_point or dtype.is_complex):
         return torch.empty(shape, dtype=dtype, device=types.device)
     return torch.cat(parts).reshape(shape)
-
-
-def cast_floats(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of this dtype, unless it holds whole numbers."""
-    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -41,7 +41,7 @@ def parallelize(
     graphs: Graphs | None = None,
     gradients: Engine | str | None = None,
     cluster: Cluster | str | None = None,
-    precision: Literal["bf16"] | None = None,
+    precision: Literal["bf16", "fp16"] | None = None,
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
@@ -50,8 +50,8 @@ def parallelize(
     whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
     capturing the model again where that was done before; `gradients` says when they are summed
     ("chunks:9", or an Engine), and the measurements of a `cluster` by which algorithms (see
-    `shardwise probe --sums`). With precision="bf16" layers compute in bfloat16 (norms and softmax
-    in float32); parameters, their gradients and the output stay float32.
+    `shardwise probe --sums`). With precision="bf16" or "fp16" layers compute as under
+    torch.autocast; parameters, their gradients and the output stay float32.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """

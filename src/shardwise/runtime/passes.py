@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attribute_writes import leave
+from shardwise.model.capture import Kinds
 from shardwise.plans.interpreter import forward
 from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Intent, agree, together
@@ -28,7 +29,7 @@ from shardwise.runtime.lowering import Types
 from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.wrapping import Wrap, recorded, updated_before_use, watched
-from shardwise.tensors import memory_format_of
+from shardwise.tensors import lowered, memory_format_of
 
 Inputs = tuple[torch.Tensor, ...]
 FORWARD = "the forward pass"
@@ -42,15 +43,14 @@ def run(
 
     Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
     """
-    with without_autocast(inputs) as lower:
+    with without_autocast(inputs) as ambient:
         stored = state.blocks.params()
         params: Tensors = {name: p for name, p in stored.items() if p.requires_grad}
-        bound, call, precision = None, Intent(refused=1), state.precision
+        bound, call, autocast = None, Intent(refused=1), state.precision or ambient
         if refusal is None:
             try:
-                bound = _bound(state, inputs, batch, stored, frozenset(params))
-                precision = precision or _precision(lower, (*inputs, *stored.values()))
-                call = _call(state, inputs, batch, params, precision)
+                bound = _bound(state, inputs, batch, stored, autocast)
+                call = _call(state, inputs, batch, params, autocast)
             except Exception as error:
                 refusal = error
         with state.comm.doing(FORWARD):
@@ -59,7 +59,7 @@ def run(
         assert bound is not None
         with together(state.comm, FORWARD):
             _count_batches(bound.counting)
-            outputs = _outputs(state, bound, inputs, params, precision)
+            outputs = _outputs(state, bound, inputs, params, autocast)
         leave(bound.graph.left, state.modules)
         return _arranged(bound.graph, outputs)
 
@@ -76,18 +76,6 @@ def without_autocast(tensors: Sequence[Any]) -> Iterator[torch.dtype | None]:
         lower = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             yield lower
-
-
-def _precision(lower: torch.dtype | None, tensors: Inputs) -> torch.dtype | None:
-    """What torch.autocast around the model means: it leaves alone what is float64."""
-    if lower is None or any(x.dtype is torch.float64 for x in tensors):
-        return None
-    if lower is not torch.bfloat16:
-        raise ShardwiseError(
-            f"torch.autocast to {str(lower).removeprefix('torch.')} around a parallel model, which "
-            "computes in bfloat16 or as it is: give it dtype=torch.bfloat16, or leave it out"
-        )
-    return lower
 
 
 def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
@@ -113,7 +101,7 @@ def _bound(
     inputs: Inputs,
     batch: int | None,
     stored: Mapping[str, torch.Tensor],
-    trainable: frozenset[str],
+    autocast: torch.dtype | None,
 ) -> Bound:
     """The program for these inputs, which are looked at first."""
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 0):
@@ -124,7 +112,7 @@ def _bound(
         )
     state.blocks.check_shapes(stored)
     samples = _num_samples(inputs, batch)
-    graph = state.programs.graph_for(inputs, samples, stored)
+    graph = state.programs.graph_for(Kinds.of(inputs, stored, autocast), samples)
     _check_inputs(state, graph, inputs, whole=batch is None)
     for name in graph.outputs:
         if samples == 0 and prod(graph[name].shape):
@@ -133,6 +121,7 @@ def _bound(
                 "leave such batches out"
             )
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    trainable = frozenset(name for name, param in stored.items() if param.requires_grad)
     return state.programs.bound(graph, trainable, batch is None, needs_gradient)
 
 
@@ -156,7 +145,7 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
 
 
 def _call(
-    state: State, inputs: Inputs, batch: int | None, params: Tensors, precision: torch.dtype | None
+    state: State, inputs: Inputs, batch: int | None, params: Tensors, autocast: torch.dtype | None
 ) -> Intent:
     """What this rank is about to do; nobody needs to know it where there is one rank."""
     if state.comm.size == 1:
@@ -168,7 +157,7 @@ def _call(
         modes=[module.training for module in state.modules.values()],
         looks=state.programs.looks().tokens,
         trained=list(params),
-        lowered=precision is not None,
+        autocast=autocast,
     )
 
 
@@ -181,20 +170,22 @@ def _count_batches(modules: Sequence[Any]) -> None:
 
 
 def _outputs(
-    state: State, bound: Bound, inputs: Inputs, params: Tensors, precision: torch.dtype | None
+    state: State, bound: Bound, inputs: Inputs, params: Tensors, autocast: torch.dtype | None
 ) -> Sequence[torch.Tensor]:
     if bound.graph.batch == 0:
         return _of_nothing(bound.graph, inputs, params)
     state.prepare(bound.program)
     leaves = {name: _leaf(param) for name, param in params.items()}
-    types = Types(bound.program.dtypes, precision, inputs[0].device)
+    types = Types(bound.program.dtypes, autocast, inputs[0].device)
     records = torch.is_grad_enabled() and bool(params or any(x.requires_grad for x in inputs))
     machine = RankMachine(bound, types, leaves, _wraps(state), state.whole_outputs, records)
     if records:
         made = Pass(state, machine, params, state.gradients.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
-        return _Node.apply(made, anchor, *inputs, *params.values())
-    return _forward(machine, inputs)
+        outputs = _Node.apply(made, anchor, *inputs, *params.values())
+    else:
+        outputs = _forward(machine, inputs)
+    return [y.float() if y.dtype is state.precision else y for y in outputs]
 
 
 def _wraps(state: State) -> list[Wrap]:
@@ -229,16 +220,15 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
 
 
 def _forward(machine: RankMachine, inputs: Inputs) -> Inputs:
-    program, types = machine.program, machine.types
-    named = zip(program.inputs, inputs, strict=True)
-    values = forward(program, machine, {name: types.kept(x) for name, x in named})
+    program, given = machine.program, dict(zip(machine.program.inputs, inputs, strict=True))
+    with lowered(inputs[0].device.type, machine.types.autocast):
+        values = forward(program, machine, given)
     if machine.whole_outputs:
         values = {name: _shaped(program, name, y) for name, y in values.items()}
     if machine.whole_outputs and machine.comm.size > 1:
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
-    outputs = [values[name] for name in program.outputs]
-    return tuple(y.float() if y.dtype == types.precision else y for y in outputs)
+    return tuple(values[name] for name in program.outputs)
 
 
 def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,12 @@ class Programs:
         """How modules differ, in what forward reads, from those that were made parallel."""
         return self._attributes.looks()
 
-    def graph_for(
-        self, inputs: tuple[torch.Tensor, ...], samples: int, stored: Mapping[str, torch.Tensor]
-    ) -> LayerGraph:
+    def graph_for(self, kinds: Kinds, samples: int) -> LayerGraph:
         """The graph of the next pass: its layers' types depend on what the model is given."""
         training = self._modules[""].training
         if not isinstance(self.graph, ModelGraphs):
             return self.graph(training, samples)
-        return self.graph.typed(training, samples, Kinds.of(inputs, stored), self.looks())
+        return self.graph.typed(training, samples, kinds, self.looks())
 
     def bound(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool

@@ -143,7 +143,7 @@ class RankMachine:
         self.sums.start(position)
 
     def _zeros(self, name: str) -> torch.Tensor:
-        shape, dtype = self.program.boxes[name].shape, self.types.dtype(name)
+        shape, dtype = self.program.boxes[name].shape, self.types.dtypes[name]
         return torch.zeros(shape, dtype=dtype, device=self.types.device)
 
 

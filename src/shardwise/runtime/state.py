@@ -21,7 +21,7 @@ from shardwise.runtime.programs import Programs
 from shardwise.runtime.stored_blocks import StoredBlocks
 from shardwise.runtime.wrapping import Watch
 
-PRECISIONS = {None: None, "bf16": torch.bfloat16}
+PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class State:
@@ -39,7 +39,7 @@ class State:
         if output not in ("full", "local"):
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
         if precision not in PRECISIONS:
-            raise ShardwiseError(f"precision={precision!r} must be 'bf16', or None")
+            raise ShardwiseError(f"precision={precision!r} must be 'bf16', 'fp16' or None")
         self.plan, self.comm, self.precision = plan, comm, PRECISIONS[precision]
         self.whole_outputs = output == "full"
         self.arguments = Signature()  # of the model's forward
