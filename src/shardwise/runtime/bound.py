@@ -16,6 +16,7 @@ from shardwise.geometry.transfer import Slices, Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import STRATEGIES, Gradients, Local
 from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
+from shardwise.runtime.compiling import CompiledBlock
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
 from shardwise.tensors import Wait
@@ -42,7 +43,7 @@ class Bound:
     chunks: tuple[Any, Any] | None = None  # for what gradients were packed last, and how
     # Gradients of some parameters that are computed when they are due: names, and how.
     delayed: list[tuple[list[str], Gradients]] = field(default_factory=list)
-    _blocks: dict[Any, Blocks] = field(default_factory=dict)
+    _blocks: dict[Any, Any] = field(default_factory=dict)
     _reached: dict[frozenset[str], Reached] = field(default_factory=dict)
 
     def blocks(self, types: Types) -> Blocks:
@@ -54,6 +55,14 @@ class Bound:
                 for step in self.program.forward
                 if isinstance(step, Run)
             }
+        return self._blocks[key]
+
+    def compiled(self, types: Types, mode: str) -> Mapping[int, CompiledBlock]:
+        """The same, compiled by torch.compile."""
+        key = types.autocast, types.device, "compiled"
+        if key not in self._blocks:
+            blocks = self.blocks(types)
+            self._blocks[key] = {run: CompiledBlock(block, mode) for run, block in blocks.items()}
         return self._blocks[key]
 
     def _weight(self, source: Any) -> Weight:

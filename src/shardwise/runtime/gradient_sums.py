@@ -202,8 +202,8 @@ class GradientSums:
                 continue
             if name in self.views:
                 found[name] = self.views[name]
-            elif name in self.whole:
-                found[name] = self.whole[name]
+            elif name in self.whole:  # let go of: what nobody else holds, autograd need not copy
+                found[name] = self.whole.pop(name)
             elif name not in delayed_names:  # a rank without samples
                 found[name] = torch.zeros_like(param)
         return found

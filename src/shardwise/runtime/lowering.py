@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -64,11 +65,22 @@ class Weight:
             raise PlanError(f"rank {rank} holds {held} of {source.name!r} and needs {source.box}")
         return cls(source.name, owner, shape, source.box.slices_in(held), constant)
 
+    @cached_property
+    def _stored(self) -> Callable[[], torch.Tensor]:
+        """Where it lies, unless it is among the leaves that a pass is given."""
+        leaf, constant = self.name.rpartition(".")[2], self.constant
+        if constant is not None:
+            return lambda: constant
+        table = self.owner._buffers
+        return (
+            partial(getitem, table, leaf) if leaf in table else partial(getattr, self.owner, leaf)
+        )
+
     def now(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The tensor as it is; parameters are given as layers are to see them (`leaves`)."""
-        tensor = leaves.get(self.name) if self.constant is None else self.constant
+        tensor = leaves.get(self.name)
         if tensor is None:
-            tensor = getattr(self.owner, self.name.rpartition(".")[2])
+            tensor = self._stored()
             tensor = plain(tensor) if isinstance(tensor, Block) else tensor
         if tensor.shape != self.held:
             raise ShardwiseError(
@@ -87,6 +99,7 @@ class Stage:
     operands: tuple[int, ...]
     stored: tuple[str, ...]  # the parameters and buffers among them
     done: tuple[int, ...]  # places that no later stage reads
+    pure: bool  # nothing but a function of its operands: no messages, no draws, no state
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class BlockFunction:
     stages: tuple[Stage, ...]
     outputs: tuple[int, ...]
     failed: Callable[[str], object]  # is told the layer
+    num_values: int  # inputs, weights and results of stages
 
     def __call__(
         self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]
@@ -146,10 +160,21 @@ def lower(
             operands[index],
             tuple(s.name for s in op.operands if s.kind in ("param", "buffer")),
             done[index],
+            _is_pure(op, share(op)),
         )
         for index, op in enumerate(run.ops)
     )
-    return BlockFunction(tuple(map(stored, distinct)), stages, outputs, failed)
+    num_values = len(run.inputs) + len(distinct) + len(stages)
+    return BlockFunction(tuple(map(stored, distinct)), stages, outputs, failed, num_values)
+
+
+def _is_pure(op: Op, local: Local) -> bool:
+    layer = local.layer
+    talks = op.sums is not None or bool(op.gathers)
+    draws = op.strategy.draws or layer.traits.draws
+    others = layer.target and not layer.target.startswith("aten.")  # with a backward of its own
+    counts = op.strategy.counts_batches and getattr(local.module, "momentum", 0.0) is None
+    return not (talks or draws or others or counts)
 
 
 def _last_uses(operands: Sequence[tuple[int, ...]], kept: Iterable[int]) -> list[tuple[int, ...]]:
@@ -167,21 +192,20 @@ def _function(op: Op, types: Types, local: Local) -> Function:
         values = tuple(i for i, source in enumerate(op.operands) if source.kind == "value")
         return partial(_nothing, values, op.local.output.shape, types.dtypes[op.result], types)
     layer, compute = op.local.layer, op.strategy.lower(local)
-    shape, dtype, autocast = op.local.output.shape, types.dtypes[op.result], types.autocast
-    # A product's operands have its type: autocast does not know every way in which it is computed.
-    products = op.strategy.contracts and autocast is not None
-    without = [(index, layer.operands[index].shape) for index in op.without]
+    shape, dtype = op.local.output.shape, types.dtypes[op.result]
+    if op.strategy.contracts and types.autocast is not None:
+        compute = partial(_of_one_type, compute, dtype)
+    if op.without:
+        without = tuple((index, layer.operands[index].shape) for index in op.without)
+        compute = partial(_shaped, compute, without)
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
-        for index, whole in without:  # boxes of nothing have no shape
-            if not tensors[index].numel():
-                tensors[index] = tensors[index].reshape(whole)
-        if products:
-            tensors = [tensor.to(dtype) for tensor in tensors]
         y = compute(tensors)
-        if not y.ndim:
-            y = y.reshape(1)
-        if autocast is not None and y.is_floating_point():
+        return y if y.dtype is dtype and y.shape == shape else fitted(y)
+
+    def fitted(y: torch.Tensor) -> torch.Tensor:
+        y = y if y.ndim else y.reshape(1)
+        if types.autocast is not None and y.is_floating_point():
             y = y.to(dtype)
         if y.shape != shape or y.dtype != dtype:
             raise ShardwiseError(
@@ -192,6 +216,23 @@ def _function(op: Op, types: Types, local: Local) -> Function:
         return y
 
     return run
+
+
+def _of_one_type(
+    compute: Function, dtype: torch.dtype, tensors: list[torch.Tensor]
+) -> torch.Tensor:
+    """A product's operands have its type: autocast does not know every way to compute one."""
+    return compute([t if t.dtype is dtype else t.to(dtype) for t in tensors])
+
+
+def _shaped(
+    compute: Function, without: tuple[tuple[int, tuple[int, ...]], ...], tensors: list[torch.Tensor]
+) -> torch.Tensor:
+    """Boxes of nothing have no shape: operands without elements get theirs."""
+    for index, whole in without:
+        if not tensors[index].numel():
+            tensors[index] = tensors[index].reshape(whole)
+    return compute(tensors)
 
 
 def _nothing(

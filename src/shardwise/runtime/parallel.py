@@ -42,6 +42,7 @@ def parallelize(
     gradients: Engine | str | None = None,
     cluster: Cluster | str | None = None,
     precision: Literal["bf16", "fp16"] | None = None,
+    compile: bool | str = False,
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
@@ -51,7 +52,8 @@ def parallelize(
     capturing the model again where that was done before; `gradients` says when they are summed
     ("chunks:9", or an Engine), and the measurements of a `cluster` by which algorithms (see
     `shardwise probe --sums`). With precision="bf16" or "fp16" layers compute as under
-    torch.autocast; parameters, their gradients and the output stay float32.
+    torch.autocast; parameters, their gradients and the output stay float32. With compile=True, or
+    a mode of torch.compile, the layers between two messages become one compiled function.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
@@ -60,7 +62,7 @@ def parallelize(
     try:
         _check(model, plan, comm)
         graphs = graphs or _captured(model, plan)
-        state = State(plan, output, comm, graphs, Engine.of(gradients), precision)
+        state = State(plan, output, comm, graphs, Engine.of(gradients), precision, compile)
     except Exception as error:  # all ranks must hear of it before they wait for this one
         refusal = error
     agree_to_start(refusal, state.facts if state else {}, comm)

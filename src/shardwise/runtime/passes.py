@@ -25,6 +25,7 @@ from shardwise.runtime.agreement import Intent, agree, together
 from shardwise.runtime.backward_pass import Pass, run_backward_pass
 from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
+from shardwise.runtime.compiling import GRAPHS, own_memory
 from shardwise.runtime.lowering import Types
 from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
@@ -178,7 +179,9 @@ def _outputs(
     leaves = {name: _leaf(param) for name, param in params.items()}
     types = Types(bound.program.dtypes, autocast, inputs[0].device)
     records = torch.is_grad_enabled() and bool(params or any(x.requires_grad for x in inputs))
-    machine = RankMachine(bound, types, leaves, _wraps(state), state.whole_outputs, records)
+    machine = RankMachine(
+        bound, types, leaves, _wraps(state), state.mode, state.whole_outputs, records
+    )
     if records:
         made = Pass(state, machine, params, state.gradients.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
@@ -228,7 +231,8 @@ def _forward(machine: RankMachine, inputs: Inputs) -> Inputs:
     if machine.whole_outputs and machine.comm.size > 1:
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
-    return tuple(values[name] for name in program.outputs)
+    outputs = [values[name] for name in program.outputs]
+    return tuple(own_memory(outputs) if machine.mode in GRAPHS else outputs)
 
 
 def _shaped(program: Program, name: str, y: torch.Tensor) -> torch.Tensor:

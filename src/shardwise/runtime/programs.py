@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from shardwise.comm import Communicator
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import LayerGraph

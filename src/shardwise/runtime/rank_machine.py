@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
 from shardwise.plans.program import Cut, Move, Program, Run
-from shardwise.runtime.bound import Blocks, Bound
+from shardwise.runtime.bound import Bound
+from shardwise.runtime.compiling import GRAPHS, own_memory
 from shardwise.runtime.gradient_sums import GradientSums
 from shardwise.runtime.lowering import Types
 from shardwise.runtime.wrapping import Wrap
@@ -37,6 +38,7 @@ class RankMachine:
     types: Types
     leaves: Tensors  # the parameters that are trained, as layers see them
     wraps: Sequence[Wrap] = ()  # what is done around every layer
+    mode: str | None = None  # of torch.compile, where blocks are compiled
     whole_outputs: bool = True  # every rank gets the whole outputs, or each its part
     records: bool = False  # there will be a backward pass
     tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of the block's Run
@@ -44,7 +46,11 @@ class RankMachine:
     def __post_init__(self) -> None:
         self.program: Program = self.bound.program
         self.comm: Communicator = self.bound.comm
-        self.blocks: Blocks = self.bound.blocks(self.types)
+        self.blocks: Mapping[int, Any]
+        if self.mode is not None and not self.wraps:
+            self.blocks = self.bound.compiled(self.types, self.mode)
+        else:
+            self.blocks = self.bound.blocks(self.types)
         for wrap in self.wraps:
             self.blocks = {key: block.wrapped(wrap) for key, block in self.blocks.items()}
         self.sums: GradientSums  # of the way back, as all that follows
@@ -115,6 +121,8 @@ class RankMachine:
         leaves = {name: x for name, x in tape.leaves.items() if x.requires_grad}
         wanted = [*leaves.values(), *(self.leaves[name] for name in block.params)]
         found = _differentiated(pairs, wanted, self.keeps)
+        if self.mode in GRAPHS:
+            found = [*found[: len(leaves)], *own_memory(found[len(leaves) :])]
         if timeline.on:
             timeline.switch("gradients packed", "copy")
         self.sums.add_all(zip(block.params, found[len(leaves) :], strict=True))
@@ -149,7 +157,7 @@ class RankMachine:
 
 def _differentiated(
     pairs: list[tuple[Any, torch.Tensor]], wanted: list[torch.Tensor], keeps: bool
-) -> tuple[Any, ...]:
+) -> Sequence[Any]:
     """Gradients; operators that torch cannot differentiate are refused as it names them."""
     outputs, gradients = zip(*pairs, strict=True)
     try:

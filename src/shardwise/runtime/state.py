@@ -35,6 +35,7 @@ class State:
         graphs: Graphs,
         engine: Engine,
         precision: str | None,
+        compile: bool | str,
     ) -> None:
         if output not in ("full", "local"):
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
@@ -42,6 +43,7 @@ class State:
             raise ShardwiseError(f"precision={precision!r} must be 'bf16', 'fp16' or None")
         self.plan, self.comm, self.precision = plan, comm, PRECISIONS[precision]
         self.whole_outputs = output == "full"
+        self.mode = "default" if compile is True else compile or None  # of torch.compile
         self.arguments = Signature()  # of the model's forward
         self.name = "model"  # of the original's class
         self.modules: dict[str, Any] = {}

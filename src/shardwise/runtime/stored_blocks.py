@@ -40,8 +40,8 @@ class StoredBlocks:
 
     def params(self) -> dict[str, nn.Parameter]:
         """The same as named_parameters, without a walk over all modules, which every step needs."""
-        found = ((name, table[leaf]) for name, leaf, table in self._places)
-        return {name: param for name, param in found if param is not None}
+        found = {name: table[leaf] for name, leaf, table in self._places}
+        return {name: param for name, param in found.items() if param is not None}
 
     def check_shapes(self, params: Mapping[str, torch.Tensor]) -> None:
         """Parameters may have been replaced, by whole ones say."""
