@@ -195,6 +195,11 @@ class LayerGraph:
         return name in self.by_name
 
     @cached_property
+    def params(self) -> frozenset[str]:
+        """The names of all parameters that any layer reads."""
+        return frozenset(name for layer in self.layers for name in layer.params)
+
+    @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:
         """Who reads each layer's output."""
         readers: dict[str, list[str]] = {layer.name: [] for layer in self.layers}

@@ -14,7 +14,7 @@ from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs
-from shardwise.planner.memory import SLACK
+from shardwise.planner.layer_costs import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
 
