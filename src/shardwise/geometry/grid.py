@@ -13,14 +13,8 @@ import numpy as np
 # channels. Filters before channels: the output of a c x f split then lies in rank order (P2).
 AXES = ("n", "d", "h", "w", "f", "c")
 GRADIENTS = ("sum", "gather")
-AXIS_NAMES = {
-    "n": "samples",
-    "d": "depth",
-    "h": "height",
-    "w": "width",
-    "f": "filters",
-    "c": "channels",
-}
+NAMES = ("samples", "depth", "height", "width", "filters", "channels")
+AXIS_NAMES = dict(zip(AXES, NAMES, strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
-from shardwise.operators.contraction import Contraction
+from shardwise.operators.linear import Contraction
 from shardwise.operators.splits import Split, rows
 from shardwise.operators.strategy import Local, Need, operator
 

@@ -1,4 +1,4 @@
-"""Interpolation to another size, nearest or linear in any number of dimensions."""
+"""Reading an image at other positions: in another size, nearest or linear, or where a grid says."""
 
 from __future__ import annotations
 
@@ -118,3 +118,32 @@ def _nearest(size: int, outputs: int, scale: float | None, dtype: torch.dtype) -
     rows = torch.arange(size, dtype=exact).view(1, 1, -1)
     wanted = None if scale else outputs
     return functional.interpolate(rows, wanted, scale, "nearest").flatten().long().numpy()
+
+
+@dataclass(frozen=True)
+class GridSampleAttrs:
+    how: tuple[int, int, bool]  # the numbers of its modes, and whether corners are aligned
+
+
+@operator("grid_sample", "grid_sampler")
+class GridSample(Strategy):
+    """Samples, channels and positions may be split; a position may read anything of its image."""
+
+    keeps_inputs, draws, needs_float32 = True, False, True
+    labels_by_position = True
+
+    def read(self, call: Call) -> Request:
+        names = ("interpolation_mode", "padding_mode", "align_corners")
+        return Request(
+            "grid_sample", call.pick("input", "grid"), GridSampleAttrs(call.pick(*names))
+        )
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        x, grid = (operand.shape for operand in split.layer.operands)
+        samples, channels, *space = (split.dim_ranges(dim) for dim in range(len(x)))
+        image = Layout.of(x, [samples, channels, *map(split.whole, x[2:])])
+        return Need(image), Need(Layout.of(grid, [samples, *space, split.whole(grid[-1])]))
+
+    def run(self, local: Local[GridSampleAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        x, grid = tensors
+        return torch.grid_sampler(x, grid, *local.attrs.how)
