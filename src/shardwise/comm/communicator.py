@@ -14,9 +14,21 @@ import torch.distributed as dist
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
 from shardwise.cluster.schedules import ALGORITHMS, Rounds, Switches, schedule
-from shardwise.comm.carrying import HOST_ONLY, announce, compare, message, swap, tag_for, wired
 from shardwise.comm.numbers import added, check_summed, known_to_backends
-from shardwise.comm.pending import ANYTHING, About, Carried, Communication, Pending
+from shardwise.comm.pending import (
+    ANYTHING,
+    HOST_ONLY,
+    About,
+    Carried,
+    Communication,
+    Pending,
+    announce,
+    compare,
+    message,
+    swap,
+    tag_for,
+    wired,
+)
 from shardwise.comm.ranks import Ranks
 from shardwise.comm.summing import start_sum
 from shardwise.errors import ShardwiseError

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.carrying import HOST_ONLY, announce, compare
 from shardwise.comm.connecting import ALARM, USES, connect
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.pending import AGREEMENT, About, Communication
+from shardwise.comm.pending import AGREEMENT, HOST_ONLY, About, Communication, announce, compare
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import LostConnection, Members
 from shardwise.comm.world_state import backend_of, world_state

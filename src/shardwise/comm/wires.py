@@ -54,11 +54,6 @@ class Parcel:
         if not self.over:
             self.wires.work_until(self)
 
-    def look(self) -> None:
-        """Reads what has come, without waiting for it."""
-        if not self.over:
-            self.wire.pull()
-
 
 class Wire:
     """One connection: what is to leave and what is awaited, each in the order it was started."""

@@ -9,7 +9,7 @@ of a Gather is a Reduce and the other way round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -53,6 +53,7 @@ class Transfer:
     source: Layout
     target: Layout
     fill: float = 0.0
+    _routes: dict[int, Route] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def adds(self) -> bool:
@@ -100,10 +101,6 @@ class Transfer:
         if rank not in self._routes:
             self._routes[rank] = compile_route(self, rank)
         return self._routes[rank]
-
-    @cached_property
-    def _routes(self) -> dict[int, Route]:
-        return {}
 
 
 def compile_route(transfer: Transfer, rank: int) -> Route:
@@ -154,10 +151,9 @@ def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
 
 
 def _are_parts(layout: Layout, members: list[int], moved: np.ndarray) -> bool:
-    """Whether boxes are disjoint, of one shape, and move whole: what is cropped goes by messages."""
+    """Whether boxes are disjoint, of one shape, and move whole: messages carry what is cropped."""
     shapes = np.diff(layout.bounds[members], axis=-1)
     overlaps = layout.overlaps(layout)[members][:, members]
     disjoint = np.count_nonzero(overlaps) == np.count_nonzero(np.diag(overlaps))
-    return disjoint and bool(
-        (shapes == shapes[0]).all() and (moved == layout.numels[members]).all()
-    )
+    whole = (moved == layout.numels[members]).all()
+    return bool(disjoint and whole and (shapes == shapes[0]).all())

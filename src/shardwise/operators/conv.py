@@ -15,17 +15,8 @@ from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.linear import Contraction
-from shardwise.operators.splits import Split, rows
+from shardwise.operators.splits import Split, rows, window
 from shardwise.operators.strategy import Local, Need, operator
-
-
-def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:
-    """The input range that an output range reads; it may reach into the padding."""
-    starts = ranges[:, 0] * stride - left
-    stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
-    empty = ranges[:, 1] <= ranges[:, 0]
-    return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
-
 
 Sizes = tuple[int, ...]  # one number per spatial dimension
 

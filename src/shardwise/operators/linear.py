@@ -34,11 +34,8 @@ class Contraction(Strategy):
     def partial(self, split: Split) -> Layout | None:
         if split.config.c == 1:
             return None
-        shape = split.layer.shape
-        ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
-        dim = self.channel_dim % len(shape)
-        ranges[dim] = split.ranges(shape[dim], "f")
-        return Layout.of(shape, ranges)
+        shape, dim = split.layer.shape, self.channel_dim
+        return Layout.of(shape, split.but(dim, split.ranges(shape[dim], "f")))
 
     def bias(self, split: Split) -> tuple[Need, ...]:
         """If there is one, only the first of the ranks whose partial sums are added carries it."""

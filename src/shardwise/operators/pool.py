@@ -12,9 +12,8 @@ from torch.nn import functional
 from shardwise.errors import CaptureError
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
-from shardwise.operators.conv import window
 from shardwise.operators.reduce import reduction
-from shardwise.operators.splits import Split
+from shardwise.operators.splits import Split, window
 from shardwise.operators.strategy import Local, Need, Strategy, operator
 
 NUM_DIMS = (1, 2, 3)

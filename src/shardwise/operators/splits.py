@@ -23,6 +23,14 @@ def rows(ranges: Ranges, per_row: int) -> Ranges:
     return np.stack([ranges[:, 0] // per_row, -(-ranges[:, 1] // per_row)], axis=1)
 
 
+def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int = 1) -> Ranges:
+    """The input range that an output range reads; it may reach into the padding."""
+    starts = ranges[:, 0] * stride - left
+    stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
+    empty = ranges[:, 1] <= ranges[:, 0]
+    return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
+
+
 @dataclass(frozen=True, eq=False)
 class Grid:
     """Where each rank stands under a config; the same for all layers that have this config.
@@ -115,6 +123,16 @@ class Split(Generic[Attrs]):
     def dim_ranges(self, dim: int) -> Ranges:
         """Each rank's range of one dimension of the output."""
         return self.ranges(self.layer.shape[dim], *LABEL_AXES[self.layer.dims[dim]])
+
+    def all_ranges(self) -> list[Ranges]:
+        """Each rank's range of every dimension of the output."""
+        return [self.dim_ranges(dim) for dim in range(len(self.layer.shape))]
+
+    def but(self, dim: int, ranges: Ranges) -> list[Ranges]:
+        """Each rank's range of every dimension of the output, and of this one another."""
+        found = self.all_ranges()
+        found[dim] = ranges
+        return found
 
     def dim_degree(self, dim: int) -> int:
         return self.degree(*LABEL_AXES[self.layer.dims[dim]])

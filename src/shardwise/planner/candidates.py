@@ -67,9 +67,7 @@ class Candidates:
     def configs(self, layer: Layer, batch: int) -> tuple[Config, ...]:
         """The legal configs of a layer that are tried, on all workers first."""
         strategy = STRATEGIES[layer.op]
-        limits = strategy.axes(layer)
-        if "n" in limits:
-            limits["n"] = max(batch, 1)
+        limits = strategy.limits(layer, batch)
         if strategy.joint_channels:
             limits.pop("c", None)  # f alone splits the same dimension
         limits = {axis: min(limit, self.world) for axis, limit in limits.items()}

@@ -52,7 +52,6 @@ class Costs:
         self._kinds: dict[Hashable, int] = {}
         self._layers: dict[Hashable, LayerCosts] = {}
         self._alone: dict[tuple[Hashable, Config], LayerCosts] = {}
-        self._at: dict[tuple[str, Config], tuple[LayerCosts, int]] = {}
         self._models: dict[Hashable, int] = {}
         self._edges: dict[Hashable, np.ndarray] = {}
         self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
@@ -144,12 +143,7 @@ class Costs:
 
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
-        if (layer.name, config) not in self._at:
-            self._at[layer.name, config] = self._find(layer, usual(layer, config))
-        return self._at[layer.name, config]
-
-    def _find(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
-        key = self.key(layer)
+        key, config = self.key(layer), usual(layer, config)
         known = self._layers.get(key)
         if known is not None and config in known.places:
             return known, known.places[config]

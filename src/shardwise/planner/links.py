@@ -103,7 +103,6 @@ class Network:
         self.levels = tuple(level for level in levels if len(level) > 1) or (levels[0],)
         self.models: list[SumModel] = []  # what the sums that were asked for cost
         self._numbers: dict[bytes, int] = {}  # of models, by their segments
-        self._switches = np.array(cluster.switches)
 
     def carried(
         self, senders: np.ndarray, receivers: np.ndarray, sizes: np.ndarray
@@ -154,7 +153,7 @@ class Network:
         """The winners' times for every kind of segment; none unless all kinds were measured."""
         if not (winners := self.cluster.sums):
             return ()
-        spread = ring.kinds([self._switches])
+        spread = ring.kinds([np.array(self.cluster.switches)])
         kinds = {(ranks.shape[1], len(switches)) for switches, ranks in spread.items()}
         tables = [measured(winners, *kind) for kind in sorted(kinds)]
         return tuple(tables) if all(tables) else ()
