@@ -12,6 +12,7 @@ import numpy as np
 # Grid axes, outermost first: samples, depth, height, width, filters (or output channels), input
 # channels. Filters before channels: the output of a c x f split then lies in rank order (P2).
 AXES = ("n", "d", "h", "w", "f", "c")
+SPACE = ("d", "h", "w")
 GRADIENTS = ("sum", "gather")
 NAMES = ("samples", "depth", "height", "width", "filters", "channels")
 AXIS_NAMES = dict(zip(AXES, NAMES, strict=True))

@@ -62,9 +62,8 @@ TOGETHER = (  # those that a layer has or has not
     ("module", "always", "never"),
     ("memory",),
 )
-Attrs = TypeVar(
-    "Attrs", covariant=True
-)  # what an operator keeps of its call: a frozen dataclass, or None
+# What an operator keeps of its call: a frozen dataclass, or None.
+Attrs = TypeVar("Attrs", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)

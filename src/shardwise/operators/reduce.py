@@ -8,14 +8,13 @@ from math import prod
 import numpy as np
 import torch
 
+from shardwise.geometry.grid import SPACE
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.splits import LABEL_AXES, Split
 from shardwise.operators.strategy import Inputs, Local, Need, Strategy, narrow, operator
-
-SPACE = ("d", "h", "w")
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ from typing import Any
 from sympy import factorint
 
 from shardwise.errors import PlanError
-from shardwise.geometry.grid import AXES, Config
+from shardwise.geometry.grid import AXES, SPACE, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES, Grid
 
 LIMIT = 256  # degree tuples per layer beyond which the space is coarsened
 CLOSE = 64  # workers up to which layers on fewer of them are also tried on the first ranks
-SPACE = ("d", "h", "w")
 
 
 @dataclass(frozen=True, eq=False)

@@ -255,8 +255,7 @@ class PortQueues:
         """
         if not matrix.any():
             return start.copy()
-        staged = self.network.levels[0].link.staged
-        if staged and own is not None:
+        if own is not None and self.network.levels[0].link.staged:
             matrix = matrix + np.diag(own)
         senders, receivers = np.nonzero(matrix)
         sizes = matrix[senders, receivers]
@@ -267,15 +266,9 @@ class PortQueues:
             if level.link.staged:
                 crossing |= senders == receivers
             if crossing.any():
-                latency = level.link.latency
+                latency, what = level.link.latency, (sizes[crossing], start[senders[crossing]])
                 ends = [
-                    _serve(
-                        level,
-                        free[way],
-                        level.units[side[crossing]],
-                        sizes[crossing],
-                        start[senders[crossing]],
-                    )
+                    _serve(level, free[way], level.units[side[crossing]], *what)
                     for way, side in enumerate((senders, receivers))
                 ]
                 done[crossing] = np.maximum(done[crossing], np.maximum(*ends))
