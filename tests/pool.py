@@ -25,7 +25,6 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardwise.comm import groups
     from shardwise.comm.world_state import world_state
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -44,12 +43,13 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
             connection.send((kind, result))
         except BaseException:
             connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
-        if len(groups._groups) > MOST_GROUPS:  # the same number on every rank
+        groups = world_state().groups
+        if len(groups) > MOST_GROUPS:  # the same number on every rank
             dist.barrier()  # nothing is under way any more
-            for group in groups._groups.values():
+            for group in groups.values():
                 with suppress(ValueError):  # this rank is not a member
                     dist.destroy_process_group(group)
-            groups._groups.clear()
+            groups.clear()
             gc.collect()
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from message_times import message_seconds
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.cluster.schedules import ALGORITHMS, Switches, parts, schedule
 from shardwise.planner.links import Network
-from shardwise.planner.rings import Ring
+from shardwise.planner.sum_costs import Ring
 
 TOPOLOGIES: list[Switches] = [
     *[(tuple(range(world)),) for world in range(1, 18)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cluster.schedules import ALGORITHMS, Round, Switches, schedule
-from shardwise.comm.pipeline import RoundPiece, pipeline
+from shardwise.comm.summing import RoundPiece, pipeline
 
 TOPOLOGIES: list[Switches] = [
     ((0, 1, 2, 3), (4, 5, 6, 7)),

@@ -65,7 +65,8 @@ def test_a_layout_knows_partitions_segments_and_owners() -> None:
     assert layout.segment(1) == (1, 3) and layout.segments == ((0, 2), (1, 3))
     assert layout.owners().is_partition
     assert not Layout.of((5,), [np.array([[0, 3], [2, 5]])]).is_segmented
-    assert Layout.of((5,), [np.array([[0, 3], [3, 5], [0, 0]])]).is_partition
+    some = Layout.of((5,), [np.array([[0, 3], [3, 5], [0, 0]])])
+    assert some.is_partition and some.holders.tolist() == [0, 1, -1]
 
 
 @pytest.mark.parametrize(

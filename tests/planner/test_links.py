@@ -10,10 +10,8 @@ import pytest
 from message_times import message_seconds
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.cluster.measured_sums import Schedule, Winner
-from shardwise.geometry.layout import Layout
 from shardwise.planner.links import Network
-from shardwise.planner.rings import Ring, segments_of
-from shardwise.planner.sum_costs import SumCosts, SumModel
+from shardwise.planner.sum_costs import Ring, SumCosts, SumModel
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
 MB = 1e6
@@ -324,17 +322,7 @@ def test_a_scatter_takes_what_its_messages_take(segments: list[int]) -> None:
     assert scatter_seconds(two, of, MB) == pytest.approx(message_seconds(two, messages))
 
 
-# -- segments --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", [6, 96])
-def test_segments_number_ranks_by_the_first_that_holds_the_same(world: int) -> None:
-    third = world // 3
-    bounds = np.zeros((world, 1, 2), dtype=np.int64)
-    bounds[:third, 0] = (0, 5)
-    bounds[third : 2 * third, 0] = (5, 9)  # the last third holds nothing
-    found = segments_of(Layout((9,), bounds).bounds[None])[0]
-    assert found.tolist() == [0] * third + [third] * third + [-1] * third
+# -- measured --------------------------------------------------------------------------------------
 
 
 def test_sums_take_what_the_winners_were_measured_to_take() -> None:

@@ -24,8 +24,7 @@ from shardwise.operators import Split
 from shardwise.planner.best_plan import predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
-from shardwise.planner.links import Network
-from shardwise.planner.port_queues import PortQueues
+from shardwise.planner.links import Network, PortQueues
 from shardwise.planner.simulate import simulate
 from shardwise.plans.compile import compile_program
 from shardwise.plans.program import Move, to_all

@@ -27,7 +27,7 @@ from pydantic import (
 
 from shardwise.cluster.measured_sums import Schedule, Winner, check_winners
 from shardwise.errors import ShardwiseError
-from shardwise.files import first_mistake, write_whole
+from shardwise.files import first_mistake, system_errors_as, write_whole
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
 
 PRESETS = Path(__file__).parent / "presets"
@@ -202,10 +202,8 @@ class Cluster(BaseModel):
             raise ShardwiseError(f"cluster file {str(path)!r} must end in .yaml, .yml or .json")
         is_json = Path(path).suffix.lower() == ".json"
         text = json.dumps(self._fields(), indent=2) + "\n" if is_json else self.to_yaml()
-        try:
+        with system_errors_as(f"cluster file {str(path)!r}"):
             write_whole(path, text)
-        except OSError as error:
-            raise ShardwiseError(f"cluster file {str(path)!r}: {error.strerror}") from None
 
     def _fields(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)

@@ -14,9 +14,21 @@ import torch.distributed as dist
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm, Winner, fastest
 from shardwise.cluster.schedules import ALGORITHMS, Rounds, Switches, schedule
-from shardwise.comm.carrying import HOST_ONLY, announce, compare, message, swap, tag_for, wired
 from shardwise.comm.numbers import added, check_summed, known_to_backends
-from shardwise.comm.pending import ANYTHING, About, Carried, Communication, Pending
+from shardwise.comm.pending import (
+    ANYTHING,
+    HOST_ONLY,
+    About,
+    Carried,
+    Communication,
+    Pending,
+    announce,
+    compare,
+    message,
+    swap,
+    tag_for,
+    wired,
+)
 from shardwise.comm.ranks import Ranks
 from shardwise.comm.summing import start_sum
 from shardwise.errors import ShardwiseError
@@ -55,15 +67,19 @@ class Communicator(Ranks):
 
     # -- messages ------------------------------------------------------------------------------
 
-    def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:
-        """Sends every tensor to its peer and fills every buffer from its peer."""
-        return self._exchange(sends, receives, about, "exchange", tuple(range(self.size)))
-
-    def _exchange(
-        self, sends: Messages, receives: Messages, about: About, action: str, ranks: tuple[int, ...]
+    def exchange(
+        self,
+        sends: Messages,
+        receives: Messages,
+        about: About = ANYTHING,
+        action: str = "exchange",
+        ranks: tuple[int, ...] | None = None,
     ) -> Pending:
-        """Messages among some ranks: in a lane over these ranks' own process group."""
-        group = self._subgroup(ranks) if self.lane else self.group
+        """Sends every tensor to its peer and fills every buffer from its peer.
+
+        In a lane, messages among some ranks go over these ranks' own process group.
+        """
+        group = self._subgroup(ranks or tuple(range(self.size))) if self.lane else self.group
         staged = [(peer, self._stage(buffer, empty=True), False) for peer, buffer in receives]
         leaving = [(peer, self._stage(tensor), True) for peer, tensor in sends]
         messages = [*staged, *leaving]
@@ -88,7 +104,7 @@ class Communicator(Ranks):
         if self._directly(ranks):
             parts[ranks.index(self.rank)].copy_(x)
             sends, receives = self._others(ranks, [x] * len(ranks)), self._others(ranks, parts)
-            return self._exchange(sends, receives, about, "gather", ranks)
+            return self.exchange(sends, receives, about, "gather", ranks)
         staged, x = [self._stage(part, empty=True) for part in parts], self._stage(x)
         raw = [self._raw(part) for part in staged]
         return self._collective(
@@ -129,7 +145,7 @@ class Communicator(Ranks):
             place = ranks.index(self.rank)
             receives[place].copy_(sends[place].view(receives[place].shape))
             out, into = self._others(ranks, sends), self._others(ranks, receives)
-            return self._exchange(out, into, about, "exchange", ranks)
+            return self.exchange(out, into, about, "exchange", ranks)
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
         arrived = outgoing.new_empty(sum(t.numel() for t in receives))
         parts = arrived.split([t.numel() for t in receives])
@@ -234,7 +250,7 @@ class Communicator(Ranks):
 
     def _winner(self, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
         """What was measured to be fastest, and without measurements what mostly is."""
-        if self.sums is not None and self.lane and self._backend != "nccl":
+        if self.sums is not None and self.lane and self.backend != "nccl":
             measured = self.sums.algorithm(ranks, nbytes)
             if measured is not None:
                 return measured
@@ -246,7 +262,7 @@ class Communicator(Ranks):
         Gloo's take milliseconds to start on busy cores, its messages a fraction of that. MPI's
         start as soon as messages, but gather through a buffer.
         """
-        return self._backend in HOST_ONLY and len(ranks) <= FEW
+        return self.backend in HOST_ONLY and len(ranks) <= FEW
 
     def _sum_directly(
         self, ranks: tuple[int, ...], y: Any, parts: list[torch.Tensor], about: About
@@ -254,7 +270,7 @@ class Communicator(Ranks):
         """Sends every rank its part; the sum is in rank order, so that all get the same bits."""
         arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
         sends = self._others(ranks, parts)
-        pending = self._exchange(sends, list(arrived.items()), about, "sum", ranks)
+        pending = self.exchange(sends, list(arrived.items()), about, "sum", ranks)
         arrived[self.rank] = parts[ranks.index(self.rank)]
         return pending.then(lambda: y.copy_(added([arrived[rank] for rank in ranks])))
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.groups import Members
+from shardwise.comm.wires import Members
 from shardwise.comm.world_state import world_state
 
 MOST = 64  # ranks that are all connected with each other

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
-import numpy as np
 import torch
 
 from shardwise.comm import ANYTHING, About, Communicator, Pending
-from shardwise.geometry.transfer import Route, Slices, Transfer
+from shardwise.geometry.transfer import Route, Transfer
 from shardwise.tensors import Wait, filling, memory_format_of
 
 
@@ -116,7 +116,7 @@ class Delivery:
         if self.adds:
             return y.zero_()
         covered = [*(p.slices for p in route.receives), *([route.own[1]] if route.own else [])]
-        held = sum(_numel(slices) for slices in covered)
+        held = sum(prod(s.stop - s.start for s in slices) for slices in covered)
         return y if held == y.numel() else y.fill_(filling(self.fill, y.dtype))
 
 
@@ -125,7 +125,3 @@ def carry(
 ) -> torch.Tensor:
     """This rank's part after the transfer."""
     return Delivery.of(transfer, comm.rank, about).begin(x, comm)()
-
-
-def _numel(slices: Slices) -> int:
-    return int(np.prod([s.stop - s.start for s in slices], dtype=np.int64))

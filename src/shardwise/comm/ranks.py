@@ -11,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.carrying import HOST_ONLY, announce, compare
 from shardwise.comm.connecting import ALARM, USES, connect
-from shardwise.comm.groups import Members, backend_of, group_of, known_group
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.pending import AGREEMENT, About, Communication
+from shardwise.comm.pending import AGREEMENT, HOST_ONLY, About, Communication, announce, compare
 from shardwise.comm.timeline import Timeline
-from shardwise.comm.wires import LostConnection
-from shardwise.comm.world_state import world_state
+from shardwise.comm.wires import LostConnection, Members
+from shardwise.comm.world_state import backend_of, world_state
 from shardwise.errors import ShardwiseError
 
 TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
@@ -36,7 +34,7 @@ class Ranks:
         self.lane, self.group = lane, group
         self.timeline = Timeline()
         if not (dist.is_available() and dist.is_initialized()):
-            self.rank, self.size, self._global, self._backend = 0, 1, (0,), ""
+            self.rank, self.size, self._global, self.backend = 0, 1, (0,), ""
             self.timeout = TIMEOUT if timeout is None else timeout
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -46,16 +44,11 @@ class Ranks:
                 f"a communicator is of all {dist.get_world_size()} ranks, and this group has "
                 f"{self.size}; start as many processes as workers"
             )
-        self._backend = backend_of(group)
+        self.backend = backend_of(group)  # what torch moves tensors with
         # Groups of lanes wait as long as the group that they belong to.
         self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
-        if group is not None and group not in world_state().groups:
-            world_state().groups.append(group)
-
-    @property
-    def backend(self) -> str:
-        """What torch moves tensors with."""
-        return self._backend
+        if group is not None and group not in world_state().others:
+            world_state().others.append(group)
 
     def global_rank(self, rank: int) -> int:
         """The number of a rank of this group among all processes."""
@@ -97,7 +90,8 @@ class Ranks:
         """Connects all ranks, and makes the process groups of some; all call it with the same."""
         self._connect()
         groups = [g for g in groups if len(g) > 1 and (len(g) < self.size or self.lane)]
-        missing = [ranks for ranks in groups if known_group(self.lane, self.members(ranks)) is None]
+        known = world_state().groups
+        missing = [ranks for ranks in groups if (self.lane, self.members(ranks)) not in known]
         if not missing:
             return
         for rank, others in enumerate(self.gather_objects(missing)):
@@ -108,11 +102,11 @@ class Ranks:
                     "the ranks do not do the same thing"
                 )
         for ranks in missing:
-            group_of(self.lane, self.members(ranks), self.timeout)
+            world_state().group_of(self.lane, self.members(ranks), self.timeout)
 
     def _connect(self) -> None:
         """The first time, all ranks together."""
-        uses = {"gloo": USES, "mpi4py": (ALARM,)}.get(self._backend)
+        uses = {"gloo": USES, "mpi4py": (ALARM,)}.get(self.backend)
         if uses and self.size > 1:
             with Communication(self, "exchange", range(self.size), AGREEMENT).starting():
                 connect(self._global, self._global[self.rank], self._gathered, uses)
@@ -120,32 +114,32 @@ class Ranks:
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:
             return self.group
-        group = known_group(self.lane, self.members(ranks))
-        assert group is not None, f"ranks {ranks} have not been prepared"
-        return group
+        key, known = (self.lane, self.members(ranks)), world_state().groups
+        assert key in known, f"ranks {ranks} have not been prepared"
+        return known[key]
 
     def group_of_lane(self, lane: str) -> Any:
         """A process group of all these ranks that moves the host's memory; all ranks call it."""
         if self.size == 1:
             return None
-        backend = None if self._backend in HOST_ONLY else "gloo"
-        return group_of(lane, self._global, self.timeout, backend)
+        backend = None if self.backend in HOST_ONLY else "gloo"
+        return world_state().group_of(lane, self._global, self.timeout, backend)
 
     # -- memory --------------------------------------------------------------------------------
 
     def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
         """A twin in memory of the host, for backends that move nothing else."""
         tensor = tensor.resolve_conj().resolve_neg()  # what is put off is not in memory yet
-        if self._backend not in HOST_ONLY or not tensor.is_cuda:
+        if self.backend not in HOST_ONLY or not tensor.is_cuda:
             return tensor
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
     def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as bytes: gloo's collectives do not know every kind of number."""
-        return tensor.view(-1).view(torch.uint8) if self._backend in HOST_ONLY else tensor
+        return tensor.view(-1).view(torch.uint8) if self.backend in HOST_ONLY else tensor
 
     def _raw_numel(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes if self._backend in HOST_ONLY else tensor.numel()
+        return tensor.nbytes if self.backend in HOST_ONLY else tensor.numel()
 
     def gather_objects(self, value: Any, about: About = AGREEMENT) -> list[Any]:
         """Every rank's value (small, plain data), in rank order."""

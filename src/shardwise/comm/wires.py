@@ -21,8 +21,9 @@ from functools import lru_cache
 import torch
 
 from shardwise.comm.alarm import Alarm
-from shardwise.comm.groups import Members
 from shardwise.comm.headers import SIZE, Mismatch, follows, lane_of, mismatch
+
+Members = tuple[int, ...]  # global ranks
 
 LARGEST = 1 << 20  # bytes of a message that sockets can take while all compute
 COPIED = 64 << 10  # bytes that are copied behind their header rather than sent after it
@@ -52,11 +53,6 @@ class Parcel:
         """Returns when all of it has left, or is here."""
         if not self.over:
             self.wires.work_until(self)
-
-    def look(self) -> None:
-        """Reads what has come, without waiting for it."""
-        if not self.over:
-            self.wire.pull()
 
 
 class Wire:

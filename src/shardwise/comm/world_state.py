@@ -1,25 +1,34 @@
-"""What this process has of the present world; it ends with torch's process group."""
+"""What this process has of the present world; it ends with torch's process group.
+
+Every group of gloo has threads that wake a hundred times a second even when it is idle, so the same
+ranks never get a second group of the same lane.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.alarm import Alarm
-from shardwise.comm.groups import wake_groups
 from shardwise.comm.headers import header, lane_number
-from shardwise.comm.wires import Wires
+from shardwise.comm.wires import Members, Wires
+
+NOBODY_SENDS = 0x7FFFFFF0  # a tag
+_NOTHING = torch.zeros(1, dtype=torch.uint8)
 
 
 class WorldState:
-    """Connections, the alarm, and how many messages have gone each way."""
+    """Process groups, connections, the alarm, and how many messages have gone each way."""
 
     def __init__(self) -> None:
         self.world = dist.group.WORLD
-        self.groups: list[Any] = []  # of torch's, that somebody else has made
-        self.alarm = Alarm(lambda: wake_groups(self.groups), _default_store)
+        self.groups: dict[tuple[str, Members], Any] = {}  # of every lane, as far as they are made
+        self.others: list[Any] = []  # groups that somebody else has made
+        self.alarm = Alarm(self._wake_groups, _default_store)
         self.wires = Wires(self.alarm)
         self.phase = ""  # what this process is doing
         self._numbers: dict[tuple[object, str, bool], int] = {}
@@ -31,6 +40,30 @@ class WorldState:
         key = whom, lane, outgoing
         self._numbers[key] = number = (self._numbers.get(key, 0) + 1) & 0xFFFFFFFF
         return header(follows, lane_number(lane), number, nbytes, text)
+
+    def group_of(
+        self, lane: str, members: Members, timeout: float, backend: str | None = None
+    ) -> Any:
+        """The group of these members in a lane; the first time, all ranks of the world make it."""
+        if (lane, members) not in self.groups:
+            limit = timedelta(seconds=timeout)
+            made = dist.new_group(list(members), timeout=limit, backend=backend)
+            self.groups[lane, members] = made
+        return self.groups[lane, members]
+
+    def _wake_groups(self) -> None:
+        """Ends all waits of this process inside gloo, and all that are tried later, with an error.
+
+        Gloo has no call for that, but it closes all connections of a group when one of its waits
+        takes too long: so one waits a millisecond for a message that nobody sends.
+        """
+        everything: list[Any] = [dist.group.WORLD, *self.groups.values(), *self.others]
+        for group in everything:
+            with suppress(Exception):  # not a member, closed already, or another backend
+                if backend_of(group) == "gloo":
+                    place = dist.get_rank(group)
+                    peer = (place + 1) % dist.get_world_size(group)
+                    group.recv([_NOTHING], peer, NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self.alarm.close()
@@ -48,6 +81,15 @@ def world_state() -> WorldState:
             _state.close()
         _state = WorldState()
     return _state
+
+
+def backend_of(group: Any) -> str:
+    """What moves a group's tensors; of one that has a backend per device, that of GPUs if any."""
+    name = dist.get_backend(group)
+    if name != "undefined" and ":" not in name:
+        return name
+    pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return pairs["cuda"] if "cuda" in pairs and torch.cuda.is_available() else pairs["cpu"]
 
 
 def _default_store() -> Any:

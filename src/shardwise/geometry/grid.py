@@ -12,15 +12,10 @@ import numpy as np
 # Grid axes, outermost first: samples, depth, height, width, filters (or output channels), input
 # channels. Filters before channels: the output of a c x f split then lies in rank order (P2).
 AXES = ("n", "d", "h", "w", "f", "c")
+SPACE = ("d", "h", "w")
 GRADIENTS = ("sum", "gather")
-AXIS_NAMES = {
-    "n": "samples",
-    "d": "depth",
-    "h": "height",
-    "w": "width",
-    "f": "filters",
-    "c": "channels",
-}
+NAMES = ("samples", "depth", "height", "width", "filters", "channels")
+AXIS_NAMES = dict(zip(AXES, NAMES, strict=True))
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ class Layout:
     def is_partition(self) -> bool:
         """Every element belongs to exactly one rank."""
         numel = int(np.prod(self.shape, dtype=np.int64))
-        inside = _reach(self.bounds, self.shape)
+        starts, stops = self.bounds[..., 0], self.bounds[..., 1]
+        inside = bool((starts >= 0).all() and (stops <= np.asarray(self.shape)).all())
         return int(self.numels.sum()) == numel and inside and self.is_disjoint
 
     def is_within(self, other: Layout) -> bool:
@@ -163,11 +164,6 @@ def first_holders(bounds: np.ndarray) -> np.ndarray:
     _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     empty = (bounds[..., 1] <= bounds[..., 0]).any(axis=1)
     return np.where(empty, -1, first[place.reshape(-1)])
-
-
-def _reach(bounds: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """No box reaches beyond the tensor."""
-    return bool((bounds[..., 0] >= 0).all() and (bounds[..., 1] <= np.asarray(shape)).all())
 
 
 def _is_grid(bounds: np.ndarray) -> bool:

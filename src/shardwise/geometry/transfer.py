@@ -9,7 +9,7 @@ of a Gather is a Reduce and the other way round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -53,6 +53,7 @@ class Transfer:
     source: Layout
     target: Layout
     fill: float = 0.0
+    _routes: dict[int, Route] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def adds(self) -> bool:
@@ -101,10 +102,6 @@ class Transfer:
             self._routes[rank] = compile_route(self, rank)
         return self._routes[rank]
 
-    @cached_property
-    def _routes(self) -> dict[int, Route]:
-        return {}
-
 
 def compile_route(transfer: Transfer, rank: int) -> Route:
     """What this rank sends and receives."""
@@ -141,39 +138,22 @@ def _kind(transfer: Transfer, group: tuple[int, ...]) -> Kind:
         return "messages"
     sources, targets = transfer.source.bounds[members], transfer.target.bounds[members]
     same_source, same_target = (sources == sources[0]).all(), (targets == targets[0]).all()
-    equal_sources, equal_targets = _same_shape(sources), _same_shape(targets)
-    among = transfer.messages[members][:, members]
-    dense = np.count_nonzero(among) == len(members) * (len(members) - 1)
     if same_source and same_target and (sources == targets).all():
         return "all_reduce"
-    # Whole blocks only: what a peer crops out of another's block goes by messages.
-    given, got = transfer.source.numels[members], transfer.target.numels[members]
-    sends_all = (among.max(axis=1) == given).all()
-    takes_all = (among.max(axis=0) == got).all()
-    if (
-        same_target
-        and equal_sources
-        and dense
-        and sends_all
-        and _disjoint(transfer.source, members)
-    ):
+    among = transfer.messages[members][:, members]
+    if np.count_nonzero(among) < len(members) * (len(members) - 1):
+        return "messages"
+    if same_target and _are_parts(transfer.source, members, among.max(axis=1)):
         return "all_gather"
-    if (
-        same_source
-        and equal_targets
-        and dense
-        and takes_all
-        and _disjoint(transfer.target, members)
-    ):
+    if same_source and _are_parts(transfer.target, members, among.max(axis=0)):
         return "reduce_scatter"
-    return "all_to_all" if dense and len(members) > 2 else "messages"
+    return "all_to_all" if len(members) > 2 else "messages"
 
 
-def _same_shape(bounds: np.ndarray) -> bool:
-    shapes = bounds[..., 1] - bounds[..., 0]
-    return bool((shapes == shapes[0]).all())
-
-
-def _disjoint(layout: Layout, members: list[int]) -> bool:
+def _are_parts(layout: Layout, members: list[int], moved: np.ndarray) -> bool:
+    """Whether boxes are disjoint, of one shape, and move whole: messages carry what is cropped."""
+    shapes = np.diff(layout.bounds[members], axis=-1)
     overlaps = layout.overlaps(layout)[members][:, members]
-    return np.count_nonzero(overlaps) == np.count_nonzero(np.diag(overlaps))
+    disjoint = np.count_nonzero(overlaps) == np.count_nonzero(np.diag(overlaps))
+    whole = (moved == layout.numels[members]).all()
+    return bool(disjoint and whole and (shapes == shapes[0]).all())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -62,9 +62,8 @@ TOGETHER = (  # those that a layer has or has not
     ("module", "always", "never"),
     ("memory",),
 )
-Attrs = TypeVar(
-    "Attrs", covariant=True
-)  # what an operator keeps of its call: a frozen dataclass, or None
+# What an operator keeps of its call: a frozen dataclass, or None.
+Attrs = TypeVar("Attrs", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,10 +134,27 @@ class Layer(Generic[Attrs]):
             return result.to(self.dtype)  # what is written into a tensor takes its type
         return result
 
+    def caller(self, in_place: bool = False) -> Callable[[list[Any]], Any]:
+        """`call` for many calls: what stands beside the tensors is looked at once."""
+        num, traits = len(self.operands), self.traits
+        first, rest = self.args[:num], self.args[num:]
+        plain = first == tuple(map(Slot, range(num))) and not any(o.scalar for o in self.operands)
+        others = tree_leaves((rest, dict(self.kwargs)))
+        if not plain or traits.on_a_copy or traits.written or _has_slots(others):
+            return partial(self.call, in_place=in_place)
+        operator, options = _overload(self.target, in_place), dict(self.kwargs)
+        if not rest and not options:
+            return lambda tensors: operator(*tensors)
+        return lambda tensors: operator(*tensors, *rest, **options)
+
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         called = self.traits.called or self.op
         return f"{self.name}: {called}({', '.join(self.inputs)}) -> {shape}"
+
+
+def _has_slots(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, (Slot, Like)) for leaf in leaves)
 
 
 @cache
@@ -193,6 +209,11 @@ class LayerGraph:
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_name
+
+    @cached_property
+    def params(self) -> frozenset[str]:
+        """The names of all parameters that any layer reads."""
+        return frozenset(name for layer in self.layers for name in layer.params)
 
     @cached_property
     def consumers(self) -> dict[str, tuple[str, ...]]:

@@ -197,10 +197,11 @@ def convolution(
     x, w: any number of spatial dimensions; only two have kernels of ours. What is on disk counts
     only inside `tuning`: other numbers than PyTorch's must be asked for.
     """
-    how = (tuple(stride), tuple(padding), tuple(dilation), groups)
-    shape = shape_of(x, w, *how) if _tuning and x.ndim == 4 else None  # type: ignore[arg-type]
-    choice = KernelChoice() if shape is None else tuner().tune(shape)
-    if choice.stock:
-        zeros = [0] * (x.ndim - 2)
-        return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
-    return convolve(x, w, bias, how, choice, False)  # type: ignore[arg-type]
+    if _tuning and x.ndim == 4:
+        how = (tuple(stride), tuple(padding), tuple(dilation), groups)
+        shape = shape_of(x, w, *how)  # type: ignore[arg-type]
+        choice = KernelChoice() if shape is None else tuner().tune(shape)
+        if not choice.stock:
+            return convolve(x, w, bias, how, choice, False)  # type: ignore[arg-type]
+    zeros = [0] * (x.ndim - 2)
+    return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)

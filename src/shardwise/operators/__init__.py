@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.splits import LABEL_AXES, Split, Stack
+from shardwise.operators.splits import LABEL_AXES, Grid, Split
 from shardwise.operators.strategy import (
     STRATEGIES,
     Gradients,
@@ -19,11 +19,11 @@ __all__ = [
     "STRATEGIES",
     "Call",
     "Gradients",
+    "Grid",
     "Local",
     "Need",
     "Request",
     "Split",
-    "Stack",
     "Strategy",
     "operator",
 ]

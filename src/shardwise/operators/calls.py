@@ -101,11 +101,7 @@ class Request:
             raise TypeError(f"attributes of operator {self.op!r} are a dataclass, not a {kind}")
 
 
-class Previous:
-    """Stands for the result of the request before."""
-
-
-PREVIOUS = Previous()
+PREVIOUS: Any = object()  # stands for the result of the request before
 Requests = list[Request]
 
 

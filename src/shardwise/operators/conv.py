@@ -14,18 +14,9 @@ from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.layer_graph import Layer
 from shardwise.kernels.tuner import convolution
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
-from shardwise.operators.contraction import Contraction
-from shardwise.operators.splits import Split, rows
-from shardwise.operators.strategy import Local, Need, operator
-
-
-def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int) -> Ranges:
-    """The input range that an output range reads; it may reach into the padding."""
-    starts = ranges[:, 0] * stride - left
-    stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
-    empty = ranges[:, 1] <= ranges[:, 0]
-    return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
-
+from shardwise.operators.linear import Contraction
+from shardwise.operators.splits import Split, rows, window
+from shardwise.operators.strategy import Function, Local, Need, operator
 
 Sizes = tuple[int, ...]  # one number per spatial dimension
 
@@ -128,16 +119,28 @@ class Conv(AnyConv):
         return left if left == right else None
 
     def run(self, local: Local[ConvAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
-        x, weight, bias = [*tensors, None][:3]
-        extent = local.attrs.dilation[-1] * (local.attrs.kernel[-1] - 1) + 1
-        if _narrow(local, x, extent + local.attrs.stride[-1]):
-            return self.run(local, [t.float() for t in tensors]).to(x.dtype)
-        bias = bias if bias is not None and bias.numel() else None
-        paddings = [self.stock_padding(local.layer, dim) for dim in range(x.ndim - 2)]
+        return self.lower(local)(tensors)
+
+    def lower(self, local: Local[ConvAttrs]) -> Function:
+        attrs = local.attrs
+        paddings = [self.stock_padding(local.layer, dim) for dim in range(len(attrs.kernel))]
         padding = [
             0 if local.is_split[2 + dim] or p is None else p for dim, p in enumerate(paddings)
         ]
-        return _grouped(local, x, weight, bias, padding)
+        settings = (list(attrs.stride), padding, list(attrs.dilation), attrs.groups)
+        cuts_groups = attrs.groups > 1 and local.output.shape[1] != local.layer.shape[1]
+        width = attrs.dilation[-1] * (attrs.kernel[-1] - 1) + 1 + attrs.stride[-1]
+
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            x, weight = tensors[0], tensors[1]
+            if _narrow(local, x, width):
+                return run([t.float() for t in tensors]).to(x.dtype)
+            bias = tensors[2] if len(tensors) > 2 and tensors[2].numel() else None
+            if cuts_groups:
+                return _grouped(local, x, weight, bias, padding)
+            return convolution(x, weight, bias, *settings)
+
+        return run
 
     def flops(self, split: Split) -> np.ndarray:
         outputs = (self.partial(split) or self.output(split)).numels
@@ -164,8 +167,9 @@ def _narrow(local: Local[Taps], x: torch.Tensor, width: int) -> bool:
     With AVX-512, torch 2.11 leaves outputs of width 1 unwritten in 16 bits on CPUs, and so the
     gradients of such inputs of transposed convolutions.
     """
-    halves = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
-    return halves and local.attrs.stride[-1] > 1 and x.shape[-1] <= width
+    if local.attrs.stride[-1] == 1 or x.shape[-1] > width or not x.is_cpu:
+        return False
+    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def group_chunks(start: int, stop: int, per_group: int) -> list[tuple[int, int]]:
@@ -191,8 +195,6 @@ def _grouped(
     attrs, groups = local.attrs, local.attrs.groups
     fixed = (list(attrs.stride), padding, list(attrs.dilation))
     start, stop = local.output.starts[1], local.output.stops[1]
-    if groups == 1:
-        return convolution(x, weight, bias, *fixed, 1)
     per_group = local.layer.shape[1] // groups
     width = local.layer.operands[0].shape[1] // groups
     parts = []

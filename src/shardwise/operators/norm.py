@@ -130,7 +130,8 @@ class BatchNorm(Norm):
         return Layout.of((2, 1, channels), [split.whole(2), split.whole(1), split.dim_ranges(1)])
 
     def run(self, local: Local[BatchNormAttrs], tensors: list[Tensor]) -> Tensor:
-        x, weight, bias, mean, var = local.tensors(tensors)
+        given = tensors if len(tensors) == 5 else local.tensors(tensors)
+        x, weight, bias, mean, var = given
         assert x is not None
         training = is_active(local)
         count = prod(local.layer.shape) // local.layer.shape[1]
@@ -143,9 +144,8 @@ class BatchNorm(Norm):
         if not training and x.numel() == 0:
             return x
         if not training or local.sums is None:
-            args = (weight, bias, training, momentum, local.attrs.eps)
-            y = functional.batch_norm(x, mean, var, *args)
-            return _with_dense_gradient(y, x)
+            how = (training, momentum, local.attrs.eps, torch.backends.cudnn.enabled)
+            return _with_dense_gradient(torch.batch_norm(x, weight, bias, mean, var, *how), x)
         if x.numel() == 0:  # no samples here, yet the statistics of this rank's channels move on
             x = x.reshape(0, local.sums.shape[2], *[1] * (x.ndim - 2))
         args = (count, local.attrs.eps, local.sum)

@@ -12,9 +12,8 @@ from torch.nn import functional
 from shardwise.errors import CaptureError
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
-from shardwise.operators.conv import window
 from shardwise.operators.reduce import reduction
-from shardwise.operators.splits import Split
+from shardwise.operators.splits import Split, window
 from shardwise.operators.strategy import Local, Need, Strategy, operator
 
 NUM_DIMS = (1, 2, 3)
@@ -76,17 +75,10 @@ class Pool(Strategy):
         return (Need(Layout.of(shape, ranges), self.fill),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
-        (x,) = tensors
-        if any(local.is_split[2:]):
-            return self.pool_padded(local, x)
-        return self.pool(local, x)
+        return self.pool(local, tensors[0], any(local.is_split[2:]))
 
-    def pool(self, local: Local, x: torch.Tensor) -> torch.Tensor:
-        """All of space, with the stock operator."""
-        raise NotImplementedError
-
-    def pool_padded(self, local: Local, x: torch.Tensor) -> torch.Tensor:
-        """A part of space, on an input that already holds its padding."""
+    def pool(self, local: Local, x: torch.Tensor, padded: bool) -> torch.Tensor:
+        """All of space, or a part of it, on an input that already holds its padding."""
         raise NotImplementedError
 
     def flops(self, split: Split[PoolAttrs]) -> np.ndarray:
@@ -109,13 +101,10 @@ class MaxPool(Pool):
     def read(self, call: Call) -> Request | Requests:
         return pooled("max_pool", call, self.window(call))
 
-    def pool(self, local: Local[PoolAttrs], x: torch.Tensor) -> torch.Tensor:
+    def pool(self, local: Local[PoolAttrs], x: torch.Tensor, padded: bool) -> torch.Tensor:
         a = local.attrs
-        return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, a.padding, a.dilation, a.ceil_mode)
-
-    def pool_padded(self, local: Local[PoolAttrs], x: torch.Tensor) -> torch.Tensor:
-        a = local.attrs
-        return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, 0, a.dilation)
+        padding, ceil_mode = (0, False) if padded else (a.padding, a.ceil_mode)
+        return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, padding, a.dilation, ceil_mode)
 
 
 @operator("avg_pool", "avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -126,14 +115,16 @@ class AvgPool(Pool):
         attrs = AvgPoolAttrs(**window, count_include_pad=call["count_include_pad"], divisor=divisor)
         return pooled("avg_pool", call, attrs)
 
-    def pool(self, local: Local[AvgPoolAttrs], x: torch.Tensor) -> torch.Tensor:
+    def pool(self, local: Local[AvgPoolAttrs], x: torch.Tensor, padded: bool) -> torch.Tensor:
         a = local.attrs
+        if padded:
+            return self._padded(local, x)
         args = (a.kernel, a.stride, a.padding, a.ceil_mode, a.count_include_pad)
         if x.ndim == 3:
             return functional.avg_pool1d(x, *args)
         return AVG_POOL[x.ndim - 2](x, *args, divisor_override=a.divisor)
 
-    def pool_padded(self, local: Local[AvgPoolAttrs], x: torch.Tensor) -> torch.Tensor:
+    def _padded(self, local: Local[AvgPoolAttrs], x: torch.Tensor) -> torch.Tensor:
         """The sum over each window divided by what the stock operator would divide by."""
         kernel, stride = local.attrs.kernel, local.attrs.stride
         sums = AVG_POOL[x.ndim - 2](x, kernel, stride) * float(np.prod(kernel))

@@ -8,14 +8,13 @@ from math import prod
 import numpy as np
 import torch
 
+from shardwise.geometry.grid import SPACE
 from shardwise.geometry.layout import Layout, Ranges
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
 from shardwise.operators.splits import LABEL_AXES, Split
 from shardwise.operators.strategy import Inputs, Local, Need, Strategy, narrow, operator
-
-SPACE = ("d", "h", "w")
 
 
 @dataclass(frozen=True)
@@ -91,14 +90,11 @@ class Reduce(Strategy):
         return super().output(split)
 
     def output(self, split: Split) -> Layout:
-        partial = self.partial(split)
-        if partial is None:
+        if self.partial(split) is None:
             return super().output(split)
         shape, dim = split.layer.shape, split.layer.dims.index("c")
         axes = LABEL_AXES["c"] + tuple(a for a in SPACE if a in self._summed(split.layer))
-        ranges = [split.dim_ranges(d) for d in range(len(shape))]
-        ranges[dim] = split.ranges(shape[dim], *axes)
-        return Layout.of(shape, ranges)
+        return Layout.of(shape, split.but(dim, split.ranges(shape[dim], *axes)))
 
     def run(self, local: Local[ReduceAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         (x,) = tensors
@@ -134,12 +130,8 @@ class WholeDim(Strategy):
         return Request(self.op, (call.x,), DimAttrs(call["dim"] % len(call.shape())))
 
     def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
-        shape, whole_dim = split.layer.shape, split.layer.attrs.dim
-        ranges = [
-            split.whole(size) if dim == whole_dim else split.dim_ranges(dim)
-            for dim, size in enumerate(shape)
-        ]
-        return (Need(Layout.of(shape, ranges)),)
+        shape, dim = split.layer.shape, split.layer.attrs.dim
+        return (Need(Layout.of(shape, split.but(dim, split.whole(shape[dim])))),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return narrow(local.layer.call(tensors), local.needs[0], local.output)

@@ -1,4 +1,4 @@
-"""Interpolation to another size, nearest or linear in any number of dimensions."""
+"""Resizing images and volumes, to the nearest pixels or linearly."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shardwise.graph.labels import Shape, default_dims, view_dims, view_groups
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import PREVIOUS, Call, Request, Requests, permuted
 from shardwise.operators.reduce import DimAttrs
-from shardwise.operators.splits import Split, rows
+from shardwise.operators.splits import Split, rows, window
 from shardwise.operators.strategy import Function, Inputs, Local, Need, Strategy, narrow, operator
 
 Pads = tuple[tuple[int, int], ...]  # before and behind, of every dimension
@@ -156,14 +156,11 @@ class Cat(Moves):
         return Request("cat", tensors, DimAttrs(call["dim"] % ranks.pop()))
 
     def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
-        dim = split.layer.attrs.dim
-        ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
-        needs, offset = [], 0
+        dim, needs, offset = split.layer.attrs.dim, [], 0
         for operand in split.layer.operands:
             size = operand.shape[dim]
-            part = np.clip(ranges[dim] - offset, 0, size) * split.used[:, None]
-            pieces = [*ranges[:dim], part, *ranges[dim + 1 :]]
-            needs.append(Need(Layout.of(operand.shape, pieces)))
+            part = np.clip(split.dim_ranges(dim) - offset, 0, size) * split.used[:, None]
+            needs.append(Need(Layout.of(operand.shape, split.but(dim, part))))
             offset += size
         return tuple(needs)
 
@@ -209,13 +206,8 @@ class Slice(Moves):
 
     def needs(self, split: Split[SliceAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
-        ranges = [split.dim_ranges(dim) for dim in range(len(shape))]
-        cut = ranges[attrs.dim]
-        starts = cut[:, 0] * attrs.step + attrs.start
-        stops = (cut[:, 1] - 1) * attrs.step + attrs.start + 1
-        filled = (cut[:, 1] > cut[:, 0])[:, None]
-        ranges[attrs.dim] = np.stack([starts, stops], axis=1) * filled
-        return (Need(Layout.of(shape, ranges)),)
+        read = window(split.dim_ranges(attrs.dim), 1, attrs.step, -attrs.start)
+        return (Need(Layout.of(shape, split.but(attrs.dim, read))),)
 
     def run(self, local: Local[SliceAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         step = local.attrs.step
@@ -250,8 +242,8 @@ class Pad(Moves):
 
     def needs(self, split: Split[PadAttrs]) -> tuple[Need, ...]:
         attrs, shape = split.layer.attrs, split.layer.operands[0].shape
-        ranges = [split.dim_ranges(d) - attrs.pads[d][0] for d in range(len(shape))]
-        ranges = [r * split.used[:, None] for r in ranges]
+        pairs = zip(split.all_ranges(), attrs.pads, strict=True)
+        ranges = [(found - left) * split.used[:, None] for found, (left, _) in pairs]
         return (Need(Layout.of(shape, ranges), float(attrs.value)),)
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -290,14 +282,13 @@ class EdgePad(Moves):
 
     def _parts(self, split: Split[EdgePadAttrs]) -> list[list[Ranges]]:
         dim, size, left, right = _padded_dim(split.layer)
-        ranges = [split.dim_ranges(d) for d in range(len(split.layer.shape))]
-        start, stop = (ranges[dim] - left).T
+        start, stop = (split.dim_ranges(dim) - left).T
         parts = []
         for low, high, source in _edge_sources(split.layer.attrs.mode, size, left, right):
             a, b = np.maximum(start, low), np.minimum(stop, high)
             cut = source(a, b)
             keep = ((b > a) & split.used)[:, None]
-            parts.append([*ranges[:dim], np.stack(cut, axis=1) * keep, *ranges[dim + 1 :]])
+            parts.append(split.but(dim, np.stack(cut, axis=1) * keep))
         return parts
 
     def run(self, local: Local[EdgePadAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Generic
@@ -23,39 +23,46 @@ def rows(ranges: Ranges, per_row: int) -> Ranges:
     return np.stack([ranges[:, 0] // per_row, -(-ranges[:, 1] // per_row)], axis=1)
 
 
+def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int = 1) -> Ranges:
+    """The input range that an output range reads; it may reach into the padding."""
+    starts = ranges[:, 0] * stride - left
+    stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
+    empty = ranges[:, 1] <= ranges[:, 0]
+    return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
+
+
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Where each rank stands under a config; the same for all layers that have this config."""
+    """Where each rank stands under a config; the same for all layers that have this config.
 
-    config: Config
-    world: int
+    Several configs that split the same axes may have their ranks side by side: what strategies say
+    is computed rank by rank, so that one call answers for all of them.
+    """
+
+    configs: tuple[Config, ...]
+    world: int  # of each config
+    layouts: dict[tuple[Any, ...], Layout] = field(default_factory=dict)  # of outputs, see Strategy
+    _ranges: dict[tuple[Any, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, config: Config, world: int) -> Grid:
-        return cls(config, world)
+        return cls((config,), world)
 
     @cached_property
     def coordinates(self) -> dict[str, np.ndarray]:
-        return self.config.coordinates(self.world)
+        each = [config.coordinates(self.world) for config in self.configs]
+        return {axis: np.concatenate([c[axis] for c in each]) for axis in AXES}
 
     @cached_property
-    def degrees(self) -> dict[str, Any]:
-        """The degree of each axis: a number, or one per rank where configs stand side by side."""
-        return dict(zip(AXES, self.config.degrees, strict=True))
+    def degrees(self) -> dict[str, np.ndarray]:
+        """The degree of each axis, for each rank."""
+        each = np.repeat([config.degrees for config in self.configs], self.world, axis=0)
+        return dict(zip(AXES, each.T, strict=True))
 
     @cached_property
     def used(self) -> np.ndarray:
         return self.coordinates["n"] >= 0
-
-    @cached_property
-    def layouts(self) -> dict[tuple[Any, ...], Layout]:
-        """Layouts of outputs, by shape and labels: many layers have the same."""
-        return {}
-
-    @cached_property
-    def _ranges(self) -> dict[tuple[Any, ...], Ranges]:
-        return {}
 
     def ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
         """Each rank's block of `size` indices split over the product of these axes."""
@@ -64,37 +71,13 @@ class Grid:
         return self._ranges[size, axes]
 
     def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
-        index, degree = np.zeros(self.world, dtype=np.int64), 1
+        index, degree = np.zeros(len(self.used), dtype=np.int64), 1
         for axis in axes:
             index = index * self.degrees[axis] + self.coordinates[axis]
             degree = degree * self.degrees[axis]
         found = block(size, index, degree) * self.used[:, None]
         found.setflags(write=False)
         return found
-
-
-class Stack(Grid):
-    """Several configs that split the same axes, their ranks side by side.
-
-    What strategies say is computed rank by rank, so that one call answers for all these configs.
-    """
-
-    def __init__(self, configs: tuple[Config, ...], world: int) -> None:
-        super().__init__(configs[0], world * len(configs))
-        object.__setattr__(self, "configs", configs)
-        self.configs: tuple[Config, ...]
-
-    @cached_property
-    def coordinates(self) -> dict[str, np.ndarray]:
-        world = self.world // len(self.configs)
-        each = [config.coordinates(world) for config in self.configs]
-        return {axis: np.concatenate([c[axis] for c in each]) for axis in AXES}
-
-    @cached_property
-    def degrees(self) -> dict[str, Any]:
-        world = self.world // len(self.configs)
-        each = np.array([config.degrees for config in self.configs])
-        return {axis: np.repeat(each[:, i], world) for i, axis in enumerate(AXES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +87,8 @@ class Split(Generic[Attrs]):
     layer: Layer[Attrs]
     config: Config
     world: int
-    stack: Stack | None = None
+    stack: Grid | None = None
+    memory: dict[tuple[str, str], Any] = field(default_factory=dict)  # see `remembered`
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -113,14 +97,9 @@ class Split(Generic[Attrs]):
         return cls(layer, config, world)
 
     @classmethod
-    def stacked(cls, layer: Layer, stack: Stack) -> Split:
-        """The layer under all configs of a stack; `config` stands for all in what is split."""
-        return cls(layer, stack.config, stack.world, stack)
-
-    @cached_property
-    def memory(self) -> dict[tuple[str, str], Any]:
-        """What strategies have said about this split, see `remembered`."""
-        return {}
+    def stacked(cls, layer: Layer, stack: Grid) -> Split:
+        """The layer under all configs of a grid; the first stands for all in what is split."""
+        return cls(layer, stack.configs[0], stack.world * len(stack.configs), stack)
 
     @cached_property
     def grid(self) -> Grid:
@@ -144,6 +123,16 @@ class Split(Generic[Attrs]):
     def dim_ranges(self, dim: int) -> Ranges:
         """Each rank's range of one dimension of the output."""
         return self.ranges(self.layer.shape[dim], *LABEL_AXES[self.layer.dims[dim]])
+
+    def all_ranges(self) -> list[Ranges]:
+        """Each rank's range of every dimension of the output."""
+        return [self.dim_ranges(dim) for dim in range(len(self.layer.shape))]
+
+    def but(self, dim: int, ranges: Ranges) -> list[Ranges]:
+        """Each rank's range of every dimension of the output, and of this one another."""
+        found = self.all_ranges()
+        found[dim] = ranges
+        return found
 
     def dim_degree(self, dim: int) -> int:
         return self.degree(*LABEL_AXES[self.layer.dims[dim]])

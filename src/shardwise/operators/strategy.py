@@ -146,19 +146,20 @@ class Strategy:
 
     def axes(self, layer: Layer) -> dict[str, int]:
         """The axes that may split this layer and their largest degrees."""
-        limits = {}
-        for size, label in zip(layer.shape, layer.dims, strict=True):
-            for axis in LABEL_AXES[label]:
-                limits[axis] = size
-        return limits
+        pairs = zip(layer.shape, layer.dims, strict=True)
+        return {axis: size for size, label in pairs for axis in LABEL_AXES[label]}
+
+    def limits(self, layer: Layer, batch: int) -> dict[str, int]:
+        """The same for batches of so many samples."""
+        limits = self.axes(layer)
+        return limits | {"n": max(batch, 1)} if "n" in limits else limits
 
     @remembered
     def output(self, split: Split) -> Layout:
         """The partition of the output."""
         key = split.layer.shape, split.layer.dims
         if key not in split.grid.layouts:
-            ranges = [split.dim_ranges(dim) for dim in range(len(split.layer.shape))]
-            split.grid.layouts[key] = Layout.of(split.layer.shape, ranges)
+            split.grid.layouts[key] = Layout.of(split.layer.shape, split.all_ranges())
         return split.grid.layouts[key]
 
     def partial(self, split: Split) -> Layout | None:

@@ -14,7 +14,7 @@ from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs
-from shardwise.planner.memory import SLACK
+from shardwise.planner.layer_costs import SLACK
 from shardwise.planner.search import Problem, solve
 from shardwise.plans.plan import Plan, fit
 
@@ -296,16 +296,10 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
         "uniform y (f)": _uniform(costs, [("f",)]),
         "uniform w (c x f)": _uniform(costs, [("c", "f")]),
     }.items():
-        best: tuple[Plan, Prediction] | None = None
-        for plan in plans:
-            plan = replace(plan, world=world)
-            if not wanted(plan, costs):
-                continue
-            prediction = predict(plan, costs)
-            if best is None or prediction.seconds < best[1].seconds:
-                best = plan, prediction
-        if best is not None:
-            found[name] = best
+        legal = [p for p in (replace(plan, world=world) for plan in plans) if wanted(p, costs)]
+        if legal:
+            each = [(plan, predict(plan, costs)) for plan in legal]
+            found[name] = min(each, key=lambda pair: pair[1].seconds)
     if found["sample, best degree"][0] == found["sample (DDP)"][0]:
         del found["sample, best degree"]
     return found

@@ -12,21 +12,22 @@ they answer with are kept as columns: thousands of layouts are made of a few hun
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
 
+from sympy import factorint
+
 from shardwise.errors import PlanError
-from shardwise.geometry.grid import AXES, Config
+from shardwise.geometry.grid import AXES, SPACE, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import STRATEGIES
+from shardwise.operators import STRATEGIES, Grid
 
 LIMIT = 256  # degree tuples per layer beyond which the space is coarsened
 CLOSE = 64  # workers up to which layers on fewer of them are also tried on the first ranks
-SPACE = ("d", "h", "w")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +66,7 @@ class Candidates:
     def configs(self, layer: Layer, batch: int) -> tuple[Config, ...]:
         """The legal configs of a layer that are tried, on all workers first."""
         strategy = STRATEGIES[layer.op]
-        limits = strategy.axes(layer)
-        if "n" in limits:
-            limits["n"] = max(batch, 1)
+        limits = strategy.limits(layer, batch)
         if strategy.joint_channels:
             limits.pop("c", None)  # f alone splits the same dimension
         limits = {axis: min(limit, self.world) for axis, limit in limits.items()}
@@ -129,13 +128,7 @@ def most_workers(configs: dict[str, tuple[Config, ...]], world: int) -> None:
 
 
 def _primes(number: int) -> tuple[int, ...]:
-    factors, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return tuple(factors)
+    return tuple(factorint(number, multiple=True))
 
 
 @lru_cache(maxsize=256)
@@ -161,3 +154,72 @@ def _squarely(degree: int, axes: list[str], limits: dict[str, int]) -> dict[str,
         least = min(room, key=lambda axis: split[axis])
         split[least] *= factor
     return split
+
+
+# -- configs side by side: those that a strategy can judge in one call -----------------------------
+
+FEW = 8  # arrays of a kind that a stack remembers on large clusters
+Group = tuple[list[int], Grid]  # the places of some configs, and these configs side by side
+
+
+class Stacks:
+    """Sets of configs, cut into stacks that can be judged together."""
+
+    def __init__(self, world: int, merge: bool) -> None:
+        self.world, self.merge = world, merge
+        self._known: dict[Hashable, tuple[tuple[Config, ...], list[Group]]] = {}
+
+    def of(self, configs: tuple[Config, ...], apart: bool) -> list[Group]:
+        """The stacks of these configs; `apart`: each for itself."""
+        key = (id(configs), apart)
+        if key in self._known:
+            return self._known[key][1]
+        groups: dict[Hashable, list[int]] = {}
+        for place, config in enumerate(configs):
+            groups.setdefault(place if apart else _pattern(config, AXES), []).append(place)
+        if self.merge and not apart:
+            groups = _merged(configs, groups)
+        found: list[Group] = [
+            (places, Grid(tuple(configs[place] for place in places), self.world))
+            for places in groups.values()
+        ]
+        if len(configs) > 1:
+            self._known[key] = configs, found  # the configs stay alive with their id
+        return found
+
+    def forget(self) -> None:
+        """Only the next few layers have the same layouts; on many ranks they fill the memory."""
+        stacks = (stack for _, groups in self._known.values() for _, stack in groups)
+        for known in (known for stack in stacks for known in (stack.layouts, stack._ranges)):
+            while len(known) > FEW:
+                known.pop(next(iter(known)))
+
+
+def _pattern(config: Config, axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes that are split: what strategies say depends on them and on each rank's place."""
+    return config.gradient, *(axis for axis in axes if getattr(config, axis) > 1)
+
+
+def _merged(
+    configs: tuple[Config, ...], groups: dict[Hashable, list[int]]
+) -> dict[Hashable, list[int]]:
+    """Patterns that differ in samples and filters only, put together.
+
+    What holds where such an axis is split also holds where its degree is 1, so that a config that
+    splits them all speaks for its stack; without one, patterns stay apart. (Not so for space, where
+    a split changes what is padded.)
+    """
+    merged: dict[Hashable, list[list[int]]] = {}
+    for places in groups.values():
+        alike = _pattern(configs[places[0]], ("d", "h", "w", "c"))
+        merged.setdefault(alike, []).append(places)
+    found: dict[Hashable, list[int]] = {}
+    for alike, parts in merged.items():
+        patterns = [_pattern(configs[places[0]], AXES) for places in parts]
+        widest = max(range(len(parts)), key=lambda i: len(patterns[i]))
+        if set(patterns[widest]) == set().union(*patterns):
+            parts.insert(0, parts.pop(widest))
+            found[alike] = [place for places in parts for place in places]
+        else:
+            found |= {(alike, i): places for i, places in enumerate(parts)}
+    return found

@@ -18,20 +18,12 @@ from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout, first_holders
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
-from shardwise.planner.candidates import Candidates
-from shardwise.planner.config_stacks import Stacks
-from shardwise.planner.layer_costs import (
-    Appraisal,
-    LayerCosts,
-    Roofline,
-    Timer,
-    Training,
-    differentiable,
-)
+from shardwise.planner.candidates import Candidates, Stacks
+from shardwise.planner.layer_costs import Appraisal, LayerCosts, Memory, Roofline, Timer, Training
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
-from shardwise.planner.memory import Memory
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
+from shardwise.plans.program import differentiable
 
 ROUNDING = 1 + 1e-9
 
@@ -47,7 +39,7 @@ class Costs:
         training: Training | None = None,
     ) -> None:
         self.graph, self.cluster, self.world = graph, cluster, cluster.world
-        self.differentiable = differentiable(graph)
+        self.differentiable = differentiable(graph, graph.params, of_any_type=True)
         self.training = training or Training()
         self.timer = timer or Roofline(cluster.device, self.training.itemsize)
         self.network, self.memory = Network(cluster), Memory(graph, self.training)
@@ -60,7 +52,6 @@ class Costs:
         self._kinds: dict[Hashable, int] = {}
         self._layers: dict[Hashable, LayerCosts] = {}
         self._alone: dict[tuple[Hashable, Config], LayerCosts] = {}
-        self._at: dict[tuple[str, Config], tuple[LayerCosts, int]] = {}
         self._models: dict[Hashable, int] = {}
         self._edges: dict[Hashable, np.ndarray] = {}
         self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
@@ -152,12 +143,7 @@ class Costs:
 
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
-        if (layer.name, config) not in self._at:
-            self._at[layer.name, config] = self._find(layer, usual(layer, config))
-        return self._at[layer.name, config]
-
-    def _find(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
-        key = self.key(layer)
+        key, config = self.key(layer), usual(layer, config)
         known = self._layers.get(key)
         if known is not None and config in known.places:
             return known, known.places[config]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -56,16 +56,6 @@ def gathered_flops(split: Split) -> np.ndarray:
     if not strategy.gathers(split):
         return np.zeros(split.world)
     return strategy.flops(split) * (split.grid.degrees["n"] - 1.0)
-
-
-def differentiable(graph: LayerGraph) -> frozenset[str]:
-    """Layers whose output depends on weights, so that gradients flow back to them."""
-    found: set[str] = set()
-    for layer in graph.layers:
-        ends = STRATEGIES[layer.op].ends_gradient(layer)
-        if not ends and (layer.params or any(name in found for name in layer.inputs)):
-            found.add(layer.name)
-    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -223,3 +213,75 @@ class Appraisal:
         users = parent.columns.users(rows[:, 0])
         models, known = parent.models(rows), parent.network.models
         return SumCosts(known, np.concatenate(places), models, nbytes, users)
+
+
+# -- memory: always, while a layer runs, and to move what it reads ---------------------------------
+
+SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What the layers of a graph take where it is trained like this, from numbers of elements."""
+
+    graph: LayerGraph
+    training: Training
+    _known: dict[tuple[str, Config], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per rank that a layer holds all the time, and those that come and go as it runs."""
+        if (key := (split.layer.name, split.config)) not in self._known:
+            self._known[key] = self._of(split)
+        return self._known[key]
+
+    def _of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+        layer, strategy = split.layer, STRATEGIES[split.layer.op]
+        read = [need.layout.numels for need in strategy.needs(split)]
+        partial, made = strategy.partial(split), strategy.output(split).numels
+        held = self.stored(layer, read, made)
+        if self.training.gradients:
+            held = held + self.saved(layer, read, made)
+        both = 2.0 if self.training.gradients else 1.0  # gradients beside values
+        values = sum(
+            each for o, each in zip(layer.operands, read, strict=True) if o.kind == "value"
+        )
+        working = (values + (made if partial is None else partial.numels)) * both
+        if partial is not None:  # its parts as messages, and those of the others as they arrive
+            working = working + 2.0 * partial.numels
+        return held, working * self.training.itemsize
+
+    def stored(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
+        """Weights, their gradients and the optimizer's state, from the operands' elements."""
+        copies = 2 + self.training.states if self.training.gradients else 1
+        stored = np.zeros(len(made))
+        for operand, count in zip(layer.operands, read, strict=True):
+            if operand.kind != "value":
+                stored += count * (copies if operand.kind == "param" else 1)
+        return stored * self.training.itemsize
+
+    def saved(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
+        """What a layer keeps for the backward pass, of its operands and of its output."""
+        strategy, saved = STRATEGIES[layer.op], np.zeros(len(made))
+        if strategy.keeps(layer):
+            for operand, count in zip(layer.operands, read, strict=True):
+                saved += count * (operand.kind == "value")
+        if layer.name in self.saving:
+            saved += made
+        return saved * self.training.itemsize + made * strategy.keeps_bytes
+
+    @cached_property
+    def saving(self) -> frozenset[str]:
+        """Layers whose output is kept for its own sake: no reader keeps it anyway."""
+        keeping = {layer.name for layer in self.graph.layers if STRATEGIES[layer.op].keeps(layer)}
+        return frozenset(
+            layer.name
+            for layer in self.graph.layers
+            if STRATEGIES[layer.op].keeps_output(layer)
+            and keeping.isdisjoint(self.graph.consumers[layer.name])
+        )
+
+    def moving(self, source: Split, target: Split, operand: int) -> np.ndarray:
+        """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
+        held = STRATEGIES[source.layer.op].output(source)
+        needed = STRATEGIES[target.layer.op].needs(target)[operand].layout
+        return (held.numels + needed.numels) * float(self.training.itemsize)

@@ -13,7 +13,8 @@ from shardwise.files import TimesFile
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES, Split
-from shardwise.planner.layer_costs import Roofline, Timer, differentiable
+from shardwise.planner.layer_costs import Roofline, Timer
+from shardwise.plans.program import differentiable
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ def works(
     result = strategy.partial(split) or strategy.output(split)
     layouts = [result, *(need.layout for need in strategy.needs(split))]
     shapes = np.concatenate([np.diff(la.bounds, axis=2)[..., 0] for la in layouts], axis=1)
-    degrees = np.stack([np.broadcast_to(split.grid.degrees["n"], len(shapes))], axis=1)
     gathered = bool(strategy.gathers(split))
-    rows = np.concatenate([shapes, degrees * gathered], axis=1)
+    rows = np.column_stack([shapes, split.grid.degrees["n"] * gathered])
     busy = np.flatnonzero(result.numels > 0)
     if not len(busy):
         return [], np.full(len(rows), -1)
@@ -48,8 +48,7 @@ def works(
     pattern = "".join(a for a in AXES if getattr(split.config, a) > 1)
     head = f"{_described(layer)} split={pattern} dx={int(input_gradient)} {dtype}"
     head += " gather" if gathered else ""
-    configs = (split.config,) if split.stack is None else split.stack.configs
-    found, world = [], split.world // len(configs)
+    configs, world, found = split.grid.configs, split.grid.world, []
     for row, rank in zip(unique, busy[first], strict=True):
         key = f"{head} {_shapes_text(row, layouts)}"
         which, own_rank = divmod(int(rank), world)
@@ -117,7 +116,7 @@ class Measured:
 
 def first_layers(graph: LayerGraph) -> frozenset[str]:
     """Layers that read nothing that depends on weights: no gradient flows on from them."""
-    trained = differentiable(graph)
+    trained = differentiable(graph, graph.params, of_any_type=True)
     return frozenset(layer.name for layer in graph.layers if trained.isdisjoint(layer.inputs))
 
 

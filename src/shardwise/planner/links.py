@@ -15,8 +15,7 @@ import numpy as np
 from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.measured_sums import Measured, Schedule, measured
 from shardwise.cluster.schedules import Switches, consecutive
-from shardwise.planner.rings import Ring, walked
-from shardwise.planner.sum_costs import SumModel
+from shardwise.planner.sum_costs import Ring, SumModel, walked
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,24 +91,18 @@ class Level:
         return Level(self.link, self.ranks[kept], self.units[kept], self.groups[kept])
 
 
-@dataclass(frozen=True, eq=False)
 class Network:
     """The links of a cluster between its workers, innermost level first."""
 
-    cluster: Cluster
-
-    @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        cluster, everybody = self.cluster, np.arange(self.world)
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.world = cluster, cluster.world
         levels = [
-            Level(link, everybody, cluster.units(index), cluster.groups(index))
+            Level(link, np.arange(self.world), cluster.units(index), cluster.groups(index))
             for index, link in enumerate(cluster.links)
         ]
-        return tuple(level for level in levels if len(level) > 1) or (levels[0],)
-
-    @cached_property
-    def world(self) -> int:
-        return self.cluster.world
+        self.levels = tuple(level for level in levels if len(level) > 1) or (levels[0],)
+        self.models: list[SumModel] = []  # what the sums that were asked for cost
+        self._numbers: dict[bytes, int] = {}  # of models, by their segments
 
     def carried(
         self, senders: np.ndarray, receivers: np.ndarray, sizes: np.ndarray
@@ -146,15 +139,6 @@ class Network:
             self.models.append(self._model(segments))
         return self._numbers[key]
 
-    @cached_property
-    def models(self) -> list[SumModel]:
-        """What the sums that were asked for cost."""
-        return []
-
-    @cached_property
-    def _numbers(self) -> dict[bytes, int]:
-        return {}
-
     def _model(self, segments: np.ndarray) -> SumModel:
         ring = Ring.of(segments)
         if ring is None:
@@ -169,14 +153,10 @@ class Network:
         """The winners' times for every kind of segment; none unless all kinds were measured."""
         if not (winners := self.cluster.sums):
             return ()
-        spread = ring.kinds([self._switches])
+        spread = ring.kinds([np.array(self.cluster.switches)])
         kinds = {(ranks.shape[1], len(switches)) for switches, ranks in spread.items()}
         tables = [measured(winners, *kind) for kind in sorted(kinds)]
         return tuple(tables) if all(tables) else ()
-
-    @cached_property
-    def _switches(self) -> np.ndarray:
-        return np.array(self.cluster.switches)
 
     def _highest(self, ring: Ring) -> Level:
         """The outermost level that any segment crosses."""
@@ -254,3 +234,66 @@ APPLIES: dict[Schedule, Callable[[Iterable[Switches]], bool]] = {
     "halving": _doubling,
     "two-level": _even,
 }
+
+
+# -- messages one after the other: when each of them arrives ---------------------------------------
+
+
+class PortQueues:
+    """The ports of all levels, each of which serves one transfer after the other."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.free = [np.zeros((2, len(level.starts))) for level in network.levels]  # out, in
+
+    def carry(
+        self, matrix: np.ndarray, start: np.ndarray, own: np.ndarray | None = None
+    ) -> np.ndarray:
+        """When each rank has all messages of a transfer, bytes from rank r to rank q.
+
+        On a staged link, what a rank keeps (`own`) crosses it too.
+        """
+        if not matrix.any():
+            return start.copy()
+        if own is not None and self.network.levels[0].link.staged:
+            matrix = matrix + np.diag(own)
+        senders, receivers = np.nonzero(matrix)
+        sizes = matrix[senders, receivers]
+        done = start[senders].copy()
+        latency = 0.0
+        for level, free in zip(self.network.levels, self.free, strict=True):
+            crossing = level.units[senders] != level.units[receivers]
+            if level.link.staged:
+                crossing |= senders == receivers
+            if crossing.any():
+                latency, what = level.link.latency, (sizes[crossing], start[senders[crossing]])
+                ends = [
+                    _serve(level, free[way], level.units[side[crossing]], *what)
+                    for way, side in enumerate((senders, receivers))
+                ]
+                done[crossing] = np.maximum(done[crossing], np.maximum(*ends))
+        messages = max(np.bincount(senders).max(), np.bincount(receivers).max())
+        arrival = start.copy()
+        np.maximum.at(arrival, receivers, done + latency * float(messages))
+        return arrival
+
+
+def _serve(
+    level: Level, free: np.ndarray, units: np.ndarray, sizes: np.ndarray, start: np.ndarray
+) -> np.ndarray:
+    """When the port of each message's unit has served it and all others of this transfer."""
+    count = len(level.starts)
+    amounts = np.bincount(units, sizes, minlength=count)
+    begin = np.full(count, -np.inf)
+    np.maximum.at(begin, units, start)
+    if level.link.shared:
+        group = level.groups[level.starts]
+        total, first = np.zeros(group.max() + 1), np.full(group.max() + 1, -np.inf)
+        np.add.at(total, group, amounts)
+        np.maximum.at(first, group, np.maximum(begin, free))
+        ends = first[group] + total[group] / level.link.rate
+    else:
+        ends = np.maximum(begin, free) + amounts / level.link.rate
+    used = amounts > 0
+    free[used] = ends[used]
+    return ends[units]

@@ -8,6 +8,7 @@ ranks: thousands of ranks cost hardly more than one. Links serve transfers in th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,9 +20,7 @@ from shardwise.geometry.transfer import Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import Split
 from shardwise.planner.layer_costs import STATISTICS, Roofline, Timer, Training
-from shardwise.planner.links import Network
-from shardwise.planner.port_queues import PortQueues
-from shardwise.planner.rings import segments_of
+from shardwise.planner.links import Network, PortQueues
 from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Chunk, Engine, gradient_chunks
 from shardwise.plans.interpreter import backward, forward
@@ -45,36 +44,34 @@ def simulate(
         )
     training = training or Training()
     timer = timer or Roofline(cluster.device, training.itemsize)
-    trainable = frozenset(name for layer in graph.layers for name in layer.params)
-    program = compile_program(graph, plan, 0, trainable)
+    program = compile_program(graph, plan, 0, graph.params)
     network = Network(cluster)
     layers = sum(1 for layer in graph.layers if layer.params)
     traces = [
-        ClockMachine(program, plan.world, network, timer, training, choice).step()
+        ClockMachine(program, network, timer, training, choice).step()
         for choice in Engine.of(gradients).choices(layers)
     ]
     return min(traces, key=lambda trace: trace.seconds)
 
 
+@dataclass(eq=False)
 class ClockMachine:
     """All ranks as the interpreter's machine: values are nothing, and their making takes time."""
 
-    def __init__(
-        self,
-        program: Program,
-        world: int,
-        network: Network,
-        timer: Timer,
-        training: Training,
-        engine: Engine,
-    ) -> None:
-        self.program, self.network, self.timer, self.training = program, network, timer, training
-        self.world = world
-        self.trace = Trace(world)
-        self.clock = np.zeros(world)  # when each rank is free to compute
-        self.ports = PortQueues(network)
+    program: Program
+    network: Network
+    timer: Timer
+    training: Training
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        self.world = self.network.world
+        self.trace = Trace(self.world)
+        self.note = self.trace.spans.append
+        self.clock = np.zeros(self.world)  # when each rank is free to compute
+        self.ports = PortQueues(self.network)
         self.times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        chunks = gradient_chunks(program, engine, training.itemsize)
+        chunks = gradient_chunks(self.program, self.engine, self.training.itemsize)
         self.sums = _Sums(self, chunks)
         self.sum_starts: Collection[int] = {chunk.start for chunk in chunks}
 
@@ -134,31 +131,25 @@ class ClockMachine:
         """One layer's computation; statistics are summed in between, both ways."""
         layer = op.local.layer
         if layer.name not in self.times:
-            self.times[layer.name] = self.timer.seconds(
-                Split.of(layer, op.local.config, self.world)
-            )
+            split = Split.of(layer, op.local.config, self.world)
+            self.times[layer.name] = self.timer.seconds(split)
         seconds = self.times[layer.name][0 if forward else 1]
-        start, kind = self.clock.copy(), "forward" if forward else "backward"
+        kind = "forward" if forward else "backward"
         if op.sums is not None and self.training.statistics == "global":
-            half = start + seconds / 2
-            self.span(layer.name, kind, "compute", start, half)
-            done = half
+            seconds = seconds / 2
+            self.compute(layer.name, kind, seconds)
+            half = done = self.clock
             for _ in range(op.strategy.num_sums(layer) if forward else 1):
                 done = self._sum(op.sums.source, done, STATISTICS)
-            self.span(
-                f"{layer.name} statistics", "statistics", "transfers", half, done, done - half
-            )
-            start, seconds = done, seconds / 2
-        self.clock = start + seconds
-        self.span(layer.name, kind, "compute", start, self.clock)
+            name, self.clock = f"{layer.name} statistics", done
+            self.note(Span(name, "statistics", "transfers", half, done, done - half))
+        self.compute(layer.name, kind, seconds)
 
     def _sum(self, layout: Layout, ready: np.ndarray, itemsize: int) -> np.ndarray:
         """When each rank has the sum of its segment."""
-        segments = segments_of(layout.bounds[None])[0]
-        nbytes = float(layout.numels.max()) * itemsize
-        return after_all(segments, ready) + (
-            self.network.sum_seconds(segments, nbytes) * (segments >= 0)
-        )
+        segments, nbytes = layout.holders, float(layout.numels.max()) * itemsize
+        seconds = self.network.sum_seconds(segments, nbytes)
+        return after_all(segments, ready) + seconds * (segments >= 0)
 
     def _optimizer(self) -> None:
         """Weights, gradients and the optimizer's state are read, and all but gradients written."""
@@ -167,21 +158,14 @@ class ClockMachine:
         for name in sorted({name for step in steps for name in step.params}):
             held += self.program.params[name].numels
         accesses = 3.0 + 5.0 * min(self.training.states, 1) + 8.0 * max(self.training.states - 1, 0)
-        seconds = held * self.training.itemsize * accesses
-        start = self.clock
-        self.clock = start + seconds / self.network.cluster.device.memory_bandwidth
-        self.span("optimizer", "update", "compute", start, self.clock)
+        nbytes = held * self.training.itemsize * accesses
+        seconds = nbytes / self.network.cluster.device.memory_bandwidth
+        self.compute("optimizer", "update", seconds)
 
-    def span(
-        self,
-        name: str,
-        kind: str,
-        lane: str,
-        starts: np.ndarray,
-        ends: np.ndarray,
-        blocked: np.ndarray | None = None,
-    ) -> None:
-        self.trace.spans.append(Span(name, kind, lane, starts, ends, blocked))
+    def compute(self, name: str, kind: str, seconds: np.ndarray) -> None:
+        """Every rank is busy for so long."""
+        start, self.clock = self.clock, self.clock + seconds
+        self.note(Span(name, kind, "compute", start, self.clock))
 
     # -- transfers -----------------------------------------------------------------------------
 
@@ -206,17 +190,15 @@ class ClockMachine:
     def copy(self, name: str, nbytes: np.ndarray) -> None:
         """Memory is read and written once, on the way to or from a message."""
         if nbytes.any():
-            start = self.clock
-            self.clock = start + 2.0 * nbytes / self.network.cluster.device.memory_bandwidth
-            self.span(name, "copy", "compute", start, self.clock)
+            seconds = 2.0 * nbytes / self.network.cluster.device.memory_bandwidth
+            self.compute(name, "copy", seconds)
 
     def _post(self, name: str, matrix: np.ndarray) -> None:
         """A rank's own time to hand over what it sends, and to say where to put what it gets."""
         post = self.network.cluster.links[0].post
         if post > 0.0:
-            start, sent = self.clock, matrix > 0
-            self.clock = start + post * (sent.sum(axis=0) + sent.sum(axis=1))
-            self.span(f"{name} posted", "copy", "compute", start, self.clock)
+            sent = matrix > 0
+            self.compute(f"{name} posted", "copy", post * (sent.sum(axis=0) + sent.sum(axis=1)))
 
     def _arrive(
         self, name: str, start: np.ndarray, arrival: np.ndarray, received: np.ndarray
@@ -224,7 +206,7 @@ class ClockMachine:
         """Ranks that need a value wait until it is there."""
         blocked = np.maximum(arrival - self.clock, 0.0)
         self.clock = self.clock + blocked
-        self.span(name, "transfer", "transfers", start, arrival, blocked)
+        self.note(Span(name, "transfer", "transfers", start, arrival, blocked))
         self.copy(f"{name} unpacked", received)
 
 
@@ -256,10 +238,9 @@ class _Sums:
         """Ranks that sum the same block, and its bytes."""
         found: dict[bytes, tuple[np.ndarray, float]] = {}
         for layout in (self.machine.program.params[name] for name in chunk.params):
-            segments = segments_of(layout.bounds[None])[0]
+            segments, key = layout.holders, layout.holders.tobytes()
             nbytes = float(layout.numels.max()) * self.machine.training.itemsize
-            known = found.get(segments.tobytes(), (segments, 0.0))
-            found[segments.tobytes()] = (segments, known[1] + nbytes)
+            found[key] = segments, found.get(key, (segments, 0.0))[1] + nbytes
         return list(found.values())
 
     def _sum(self, name: str, segments: np.ndarray, nbytes: float, seconds: float) -> None:
@@ -268,9 +249,7 @@ class _Sums:
         start = np.maximum(machine.clock, self.free)
         end = after_all(segments, start) + seconds
         if link.overlap < 1.0:  # it needs the cores that compute, which takes so much longer
-            begin = machine.clock
-            machine.clock = begin + (1.0 - link.overlap) * seconds * (segments >= 0)
-            machine.span(name, "copy", "compute", begin, machine.clock)
+            machine.compute(name, "copy", (1.0 - link.overlap) * seconds * (segments >= 0))
         self._note(name, start, np.where(segments >= 0, end, start))
 
     def _note(self, name: str, start: np.ndarray, end: np.ndarray) -> None:
@@ -282,7 +261,7 @@ class _Sums:
         clock = self.machine.clock
         for name, start, end in self.spans:
             blocked = np.maximum(end - np.maximum(clock, start), 0.0)
-            self.machine.span(name, "gradients", "gradients", start, end, blocked)
+            self.machine.note(Span(name, "gradients", "gradients", start, end, blocked))
             clock = np.maximum(clock, end)
         self.machine.clock = clock
 

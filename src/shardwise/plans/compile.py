@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError
 from shardwise.geometry.layout import Layout
@@ -18,6 +19,7 @@ from shardwise.plans.program import (
     Program,
     Run,
     Step,
+    differentiable,
     layer_layout,
     param_layouts,
 )
@@ -35,25 +37,23 @@ def compile_program(
     return _Compiler(graph, plan, rank, trainable, whole_inputs, inputs_need_gradient).compile()
 
 
+@dataclass
 class _Compiler:
-    def __init__(
-        self,
-        graph: LayerGraph,
-        plan: Plan,
-        rank: int,
-        trainable: frozenset[str],
-        whole_inputs: bool,
-        inputs_need_gradient: bool,
-    ) -> None:
-        self.graph, self.plan, self.rank = graph, plan, rank
-        self.trainable = trainable
-        self.whole_inputs = whole_inputs
-        self.params, self.configs = param_layouts(graph, plan), plan.configs(graph)
+    graph: LayerGraph
+    plan: Plan
+    rank: int
+    trainable: frozenset[str]
+    whole_inputs: bool
+    inputs_need_gradient: bool
+
+    def __post_init__(self) -> None:
+        graph, inputs = self.graph, self.graph.inputs if self.inputs_need_gradient else ()
+        self.params, self.configs = param_layouts(graph, self.plan), self.plan.configs(graph)
         self.layouts: dict[str, Layout] = {}
         self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
         self.moves: dict[str, Move | Cut] = {}  # by target
         self.gathered: dict[tuple[str, Need], str] = {}
-        self.differentiable: set[str] = set(graph.inputs) if inputs_need_gradient else set()
+        self.differentiable = differentiable(graph, self.trainable, inputs)  # and moved copies
 
     def compile(self) -> Program:
         for name in self.graph.inputs:
@@ -110,10 +110,8 @@ class _Compiler:
         )
         result = layer.name if partial is None else f"{layer.name}~"
         layout = self.layouts[layer.name] = strategy.output(split)
-        depends = self._trains(operands) or any(s.name in self.differentiable for s in operands)
-        ends = strategy.ends_gradient(layer)
-        if depends and not ends and (layer.dtype.is_floating_point or layer.dtype.is_complex):
-            self.differentiable |= {layer.name, result}
+        if layer.name in self.differentiable:
+            self.differentiable.add(result)
         if partial is not None:
             self.layouts[result], self.dtypes[result] = partial, layer.dtype
             self.moves[layer.name] = Move(result, layer.name, Transfer(partial, layout))
@@ -239,33 +237,24 @@ class _Compiler:
         steps: list[Step] = []
         placed: set[str] = set()
 
-        def place(target: str) -> None:
-            if target in placed or target not in self.moves:
-                return
-            placed.add(target)
-            place(self.moves[target].source)
-            steps.append(self.moves[target])
-
-        def place_readers(source: str) -> None:
-            for target, move in self.moves.items():
-                if move.source == source and target not in placed:
+        def place(targets: Iterable[str]) -> None:
+            for target in targets:
+                if target in self.moves and target not in placed:
                     placed.add(target)
-                    steps.append(move)
-                    place_readers(target)
+                    place([self.moves[target].source])
+                    steps.append(self.moves[target])
 
-        if not late:
-            for name in self.graph.inputs:
-                place_readers(name)
+        def place_copies(sources: Iterable[str]) -> None:
+            for source in () if late else sources:
+                place(target for target in self.moves if self._origin(target) == source)
+
+        place_copies(self.graph.inputs)
         for run in runs:
             if late:
-                for name in run.inputs:
-                    place(name)
+                place(run.inputs)
             steps.append(run)
-            if not late:
-                for name in run.outputs:
-                    place_readers(name)
-        for target in self.moves:
-            place(target)  # what only the user reads
+            place_copies(run.outputs)
+        place(self.moves)  # what only the user reads
         return tuple(steps)
 
     def _needs_backward(self, step: Step) -> bool:
@@ -278,11 +267,9 @@ def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str
     """For every step, the values that are read there for the last time."""
     last: dict[str, int] = {}
     for index, step in enumerate(steps):
-        if isinstance(step, Run):
-            for name in (*step.inputs, *step.outputs):
-                last[name] = index
-        else:
-            last[step.source] = last[step.target] = index
+        is_run = isinstance(step, Run)
+        used = (*step.inputs, *step.outputs) if is_run else (step.source, step.target)
+        last |= dict.fromkeys(used, index)
     for name in outputs:
         last.pop(name, None)
     frees: list[list[str]] = [[] for _ in steps]

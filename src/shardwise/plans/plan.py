@@ -290,9 +290,7 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     then finds no room is dropped, so that fewer workers are used.
     """
     strategy = STRATEGIES[layer.op]
-    limits = strategy.axes(layer)
-    if "n" in limits:
-        limits["n"] = max(batch, 1)
+    limits = strategy.limits(layer, batch)
     degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
     if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1

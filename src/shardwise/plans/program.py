@@ -7,7 +7,7 @@ the layer), a gathered version of it ("conv1>0"), or partial sums before they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,6 +133,22 @@ def layer_layout(graph: LayerGraph, plan: Plan, name: str) -> Layout:
     """Where the parts of a layer's output lie; of an input, which part each rank is given."""
     layer = graph[name]
     return STRATEGIES[layer.op].output(Split.of(layer, plan.config(layer, graph), plan.world))
+
+
+def differentiable(
+    graph: LayerGraph, trained: Set[str], inputs: Iterable[str] = (), of_any_type: bool = False
+) -> set[str]:
+    """Layers to which gradients flow back: what they make depends on what is trained, or on inputs.
+
+    Whole numbers have no gradient; the costs of plans overlook that (`of_any_type`).
+    """
+    found = set(inputs)
+    for layer in graph.layers:
+        flows = of_any_type or layer.dtype.is_floating_point or layer.dtype.is_complex
+        depends = not (trained.isdisjoint(layer.params) and found.isdisjoint(layer.inputs))
+        if depends and flows and not STRATEGIES[layer.op].ends_gradient(layer):
+            found.add(layer.name)
+    return found
 
 
 def to_all(layout: Layout) -> Transfer:

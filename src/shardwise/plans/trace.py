@@ -201,14 +201,8 @@ class _Event(BaseModel):
 
     def activity(self) -> Activity:
         start, end, wait = self.ts / 1e6, (self.ts + self.dur) / 1e6, self.args.blocked
-        return (
-            self.name,
-            self.cat,
-            LANES[self.tid],
-            start,
-            end,
-            None if wait is None else wait / 1e6,
-        )
+        blocked = None if wait is None else wait / 1e6
+        return self.name, self.cat, LANES[self.tid], start, end, blocked
 
 
 class _TraceFile(BaseModel):

@@ -71,10 +71,16 @@ class CompiledPart:
     part: Part
     stored: range  # the places of weights: they stay where they are in memory
     mode: str
+    _modules: list[Any] = field(init=False)
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        modules = (stage.module for _, stage in self.part.stages)
+        self._modules = [module for module in modules if module is not None]
+
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        key = torch.is_grad_enabled(), *(tensor.stride() for tensor in tensors)
+        modes = [module.training for module in self._modules]
+        key = torch.is_grad_enabled(), *modes, *[tensor.stride() for tensor in tensors]
         if key not in self._compiled:
             self._compiled[key] = self._compile(tensors)
         return self._compiled[key](*tensors)

@@ -100,6 +100,7 @@ class Stage:
     stored: tuple[str, ...]  # the parameters and buffers among them
     done: tuple[int, ...]  # places that no later stage reads
     pure: bool  # nothing but a function of its operands: no messages, no draws, no state
+    module: Any  # that the layer belongs to, whose mode it follows
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,16 @@ def lower(
         operands.append(tuple(places[s.name if s.kind == "value" else s] for s in op.operands))
         places[op.result] = len(run.inputs) + len(distinct) + len(operands) - 1
     outputs = tuple(places[name] for name in run.outputs)
-    done = _last_uses(operands, kept=outputs)
+    done, shares = _last_uses(operands, kept=outputs), [share(op) for op in run.ops]
     stages = tuple(
         Stage(
             op.local.layer.name,
-            _function(op, types, share(op)),
+            _function(op, types, shares[index]),
             operands[index],
             tuple(s.name for s in op.operands if s.kind in ("param", "buffer")),
             done[index],
-            _is_pure(op, share(op)),
+            _is_pure(op, shares[index]),
+            shares[index].module,
         )
         for index, op in enumerate(run.ops)
     )
