@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use CUDA graphs
 
 
-def own_memory(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def own_memory(tensors: Sequence[Any]) -> list[Any]:
     """Copies: what a CUDA graph makes is overwritten when it runs again."""
     copies = iter(torch._foreach_mul([t for t in tensors if t is not None], 1))
     return [None if tensor is None else next(copies) for tensor in tensors]

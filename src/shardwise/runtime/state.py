@@ -16,11 +16,13 @@ from shardwise.model.capture import Graphs
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import Program, param_layouts
+from shardwise.runtime.compiling import GRAPHS
 from shardwise.runtime.model_gradients import ModelGradients
 from shardwise.runtime.programs import Programs
 from shardwise.runtime.stored_blocks import StoredBlocks
 from shardwise.runtime.wrapping import Watch
 
+MODES = ("default", *GRAPHS, "max-autotune-no-cudagraphs")  # of torch.compile
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,9 +43,12 @@ class State:
             raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
         if precision not in PRECISIONS:
             raise ShardwiseError(f"precision={precision!r} must be 'bf16', 'fp16' or None")
+        if compile not in (True, False, *MODES):
+            modes = ", ".join(map(repr, MODES))
+            raise ShardwiseError(f"compile={compile!r} must be True, False, or one of {modes}")
         self.plan, self.comm, self.precision = plan, comm, PRECISIONS[precision]
         self.whole_outputs = output == "full"
-        self.mode = "default" if compile is True else compile or None  # of torch.compile
+        self.mode = "default" if compile is True else compile or None
         self.arguments = Signature()  # of the model's forward
         self.name = "model"  # of the original's class
         self.modules: dict[str, Any] = {}
