@@ -161,7 +161,7 @@ def test_a_rank_that_fails_in_anything_ranks_do_together_ends_all(action: str) -
         try:
             comm.gather_objects(None)  # the other one is as far, or hears of it here
             if comm.rank == 1:
-                comm.exchange = model._shardwise.lane.exchange = broken
+                comm._exchange = model._shardwise.lane._exchange = broken
             if action == "backward":
                 y.backward()
             elif action == "state_dict":

@@ -67,19 +67,15 @@ class Communicator(Ranks):
 
     # -- messages ------------------------------------------------------------------------------
 
-    def exchange(
-        self,
-        sends: Messages,
-        receives: Messages,
-        about: About = ANYTHING,
-        action: str = "exchange",
-        ranks: tuple[int, ...] | None = None,
-    ) -> Pending:
-        """Sends every tensor to its peer and fills every buffer from its peer.
+    def exchange(self, sends: Messages, receives: Messages, about: About = ANYTHING) -> Pending:
+        """Sends every tensor to its peer and fills every buffer from its peer."""
+        return self._exchange(sends, receives, about, "exchange", tuple(range(self.size)))
 
-        In a lane, messages among some ranks go over these ranks' own process group.
-        """
-        group = self._subgroup(ranks or tuple(range(self.size))) if self.lane else self.group
+    def _exchange(
+        self, sends: Messages, receives: Messages, about: About, action: str, ranks: tuple[int, ...]
+    ) -> Pending:
+        """Messages among some ranks: in a lane over these ranks' own process group."""
+        group = self._subgroup(ranks) if self.lane else self.group
         staged = [(peer, self._stage(buffer, empty=True), False) for peer, buffer in receives]
         leaving = [(peer, self._stage(tensor), True) for peer, tensor in sends]
         messages = [*staged, *leaving]
@@ -104,7 +100,7 @@ class Communicator(Ranks):
         if self._directly(ranks):
             parts[ranks.index(self.rank)].copy_(x)
             sends, receives = self._others(ranks, [x] * len(ranks)), self._others(ranks, parts)
-            return self.exchange(sends, receives, about, "gather", ranks)
+            return self._exchange(sends, receives, about, "gather", ranks)
         staged, x = [self._stage(part, empty=True) for part in parts], self._stage(x)
         raw = [self._raw(part) for part in staged]
         return self._collective(
@@ -145,7 +141,7 @@ class Communicator(Ranks):
             place = ranks.index(self.rank)
             receives[place].copy_(sends[place].view(receives[place].shape))
             out, into = self._others(ranks, sends), self._others(ranks, receives)
-            return self.exchange(out, into, about, "exchange", ranks)
+            return self._exchange(out, into, about, "exchange", ranks)
         outgoing = self._stage(torch.cat([t.reshape(-1) for t in sends]))
         arrived = outgoing.new_empty(sum(t.numel() for t in receives))
         parts = arrived.split([t.numel() for t in receives])
@@ -270,7 +266,7 @@ class Communicator(Ranks):
         """Sends every rank its part; the sum is in rank order, so that all get the same bits."""
         arrived = {rank: torch.empty_like(y) for rank in ranks if rank != self.rank}
         sends = self._others(ranks, parts)
-        pending = self.exchange(sends, list(arrived.items()), about, "sum", ranks)
+        pending = self._exchange(sends, list(arrived.items()), about, "sum", ranks)
         arrived[self.rank] = parts[ranks.index(self.rank)]
         return pending.then(lambda: y.copy_(added([arrived[rank] for rank in ranks])))
 

@@ -21,7 +21,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.measured_sums import Algorithm
 from shardwise.comm.communicator import Communicator, Messages
 from shardwise.comm.headers import Mismatch
-from shardwise.comm.pending import AGREEMENT, ANYTHING, About, Pending
+from shardwise.comm.pending import AGREEMENT, About, Pending
 from shardwise.comm.timeline import Timeline
 from shardwise.errors import LostPeer, ShardwiseError
 from shardwise.tensors import dtype_name
@@ -208,8 +208,8 @@ class InProcess(Communicator):
         self.timeout, self.group, self.timeline = None, None, Timeline()
         self._global, self.backend = tuple(range(world.size)), "threads"
 
-    def exchange(
-        self, sends: Messages, receives: Messages, about: About = ANYTHING, *_: Any, **__: Any
+    def _exchange(
+        self, sends: Messages, receives: Messages, about: About, action: str, ranks: tuple[int, ...]
     ) -> Pending:
         """Posts all messages; waiting for them copies what has arrived."""
         purpose = f"{about.kind} {about.name}"
