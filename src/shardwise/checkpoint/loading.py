@@ -13,9 +13,8 @@ import torch
 
 from shardwise.checkpoint.export import SUBFOLDER
 from shardwise.checkpoint.held_tensors import Held, described, held_tensors
-from shardwise.checkpoint.manifest import DTYPES, NAME
+from shardwise.checkpoint.manifest import DTYPES, NAME, SAFETENSORS
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.safetensors_file import DTYPES as SAFETENSORS
 from shardwise.checkpoint.safetensors_file import read_box, read_header
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError, one_line, some

@@ -13,23 +13,20 @@ from shardwise.geometry.box import Box
 from shardwise.tensors import dtype_name
 
 NAME = "checkpoint.json"
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
+SAFETENSORS = {  # what that format calls its types; checkpoints have one more
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
+DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFETENSORS.values(), torch.complex128)}
 
 Values = dict[str, dict[str, Any]]  # an optimizer's plain numbers, by parameter and key
 Size = Annotated[int, Field(ge=0, lt=2**60)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.files import write_whole
+from shardwise.files import system_errors_as, write_whole
 from shardwise.launch.launchers import num_restarts
 from shardwise.plans.trace import Trace
 from shardwise.report.run_report import CONFIG, METRICS, PLAN, TRACE
@@ -67,7 +67,7 @@ class RunFolder:
         """Writes what is known at the start; metrics go on from where a checkpoint had them."""
         if not self._first:
             return
-        try:
+        with system_errors_as(f"the run {str(self.path)!r} cannot be written"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / CONFIG, json.dumps(settings, indent=1) + "\n")
             write_whole(self.path / PLAN, plan_json)
@@ -76,10 +76,6 @@ class RunFolder:
                 self._metrics.truncate(resumed_bytes or 0)
                 self._metrics.seek(resumed_bytes or 0)
             self._curves = _event_writer(self.path / CURVES, step)
-        except OSError as error:
-            raise ShardwiseError(
-                f"the run {str(self.path)!r} cannot be written: {error.strerror}"
-            ) from None
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +87,7 @@ class RunFolder:
         if self._metrics is None:
             return
         line = json.dumps(values, allow_nan=False) + "\n"
-        try:
+        with system_errors_as(f"{str(self.path / METRICS)!r} cannot be written"):
             self._metrics.write(line.encode())
             self._metrics.flush()
             if self._curves is not None:
@@ -99,10 +95,6 @@ class RunFolder:
                     if isinstance(value, float):
                         self._curves.add_scalar(name, value, values["step"])
                 self._curves.flush()
-        except OSError as error:
-            raise ShardwiseError(
-                f"{str(self.path / METRICS)!r} cannot be written: {error.strerror}"
-            ) from None
 
     def save_trace(self, trace: Trace) -> None:
         if self._first:

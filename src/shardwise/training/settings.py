@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import system_errors_as
 
 
 def _number(value: Any) -> Any:
@@ -178,12 +179,10 @@ def read_settings(path: str | Path | None, given: Mapping[str, Any] | None = Non
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
+    with system_errors_as(f"the settings {str(path)!r} cannot be read"):
+        written = path.read_bytes()
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"the settings {str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        data = yaml.safe_load(written.decode())
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         first = " ".join(str(error).split())
         raise ShardwiseError(f"{str(path)!r} is not YAML: {first}") from None
