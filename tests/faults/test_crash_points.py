@@ -27,7 +27,7 @@ from shardwise.data import Arrays
 from shardwise.data.pack import pack
 from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.kernel_times import Winners
+from shardwise.kernels.tuner import Winners
 from shardwise.planner.layer_times import TimeTable
 from shardwise.plans.trace import Trace
 from shardwise.report.page import write_page

@@ -1,4 +1,4 @@
-"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, or zarr."""
+"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, zarr, or the digits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import numpy as np
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.geometry.box import Box
 
+from .order import shuffled
 from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names, optional
 
 IMAGES, LABELS = "images", "labels"
 MAX_CLASSES = 1_000_000  # more is a slip: labels that are no classes
+NUM_TEST = 360
+SUBSETS = ("train", "test", "all")
 
 
 class Arrays(Source):
@@ -203,3 +206,28 @@ def _open_zarr(folder: Path, what: str) -> Any:
     if "pickle" in description:
         raise ShardwiseError(f"{folder}/{what} holds pickles, which are never loaded")
     return array
+
+
+# -- scikit-learn's digits -------------------------------------------------------------------------
+
+
+def digits(subset: str = "train") -> Arrays:
+    """The digits for training or for testing, always divided in the same way.
+
+    >>> len(digits("train")), len(digits("test")), digits().shape
+    (1437, 360, (1, 8, 8))
+    """
+    check_subset(subset)
+    datasets = optional("sklearn.datasets", "the digits come with scikit-learn", "shardwise[train]")
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = np.asarray(pixels, dtype=np.uint8).reshape(-1, 1, 8, 8)
+    order = shuffled(len(images), seed=0, epoch=0)
+    chosen = {"test": order[:NUM_TEST], "train": order[NUM_TEST:], "all": np.sort(order)}[subset]
+    name = "digits" if subset == "all" else f"digits ({subset})"
+    return Arrays(images[chosen], labels[chosen], name, class_names(10), scale=1 / 16)
+
+
+def check_subset(subset: str) -> None:
+    """Raises unless this is a subset that a data set can have."""
+    if subset not in SUBSETS:
+        raise ShardwiseError(f"subset={subset!r} must be one of {', '.join(SUBSETS)}")

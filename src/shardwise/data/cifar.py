@@ -10,7 +10,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
-from .scikit_digits import check_subset
+from .arrays import check_subset
 from .source import Source
 
 SHAPE = (3, 32, 32)

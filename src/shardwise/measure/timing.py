@@ -13,8 +13,7 @@ import torch
 
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm import Communicator, Pending
-from shardwise.kernels.kernel_times import cpu_name
-from shardwise.kernels.tuner import seconds
+from shardwise.kernels.tuner import cpu_name, seconds
 from shardwise.operators import STRATEGIES, Local, Split
 from shardwise.planner.layer_times import Work
 

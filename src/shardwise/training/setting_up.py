@@ -1,7 +1,10 @@
-"""From settings to the parts of a run: samples, model, weights and plan."""
+"""From settings to the parts of a run: samples, model, weights, plan, and whether bf16 works."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -25,6 +28,8 @@ from shardwise.specs.request import best_plan
 from .settings import Settings
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights
+VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+TRIAL = "import torch; torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()"
 
 
 def open_samples(settings: Settings) -> tuple[Source, Source | None]:
@@ -106,3 +111,18 @@ def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
         output=settings.output,
     )
     return Costs(graph, machines, timer_for(machines, graph), training)
+
+
+def check_bf16(device: torch.device) -> None:
+    """Raises where a product of matrices would end the process.
+
+    A processor may name AMX units that its operating system, or the sandbox around it, does not let
+    programs use; oneDNN uses them all the same. So another process tries.
+    """
+    if device.type != "cpu" or VARIABLE in os.environ or not torch.cpu._is_amx_tile_supported():
+        return
+    if subprocess.run([sys.executable, "-c", TRIAL], capture_output=True).returncode < 0:
+        raise ShardwiseError(
+            "precision=bf16: this machine does not let programs use the AMX units that its "
+            f"processor names; set {VARIABLE}={WITHOUT_AMX} in the environment"
+        )

@@ -24,14 +24,20 @@ from shardwise.runtime.agreement import together
 from shardwise.runtime.parallel import ParallelModel, of, parallelize
 from shardwise.specs.plan_spec import parse_engine
 
-from .bf16 import check_bf16
-from .journal import Epoch, Journal, memory_held
+from .journal import Epoch, Journal, ProgressBars, Speed, memory_held
 from .losses import Losses
 from .out_of_memory import explained
-from .progress import ProgressBars, Speed
 from .recipe import make_optimizer, rate_at, set_rate
 from .run_folder import CHECKPOINTS, RunFolder, choose_folder, resumes
-from .setting_up import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
+from .setting_up import (
+    DTYPES,
+    build_model,
+    check_bf16,
+    choose_plan,
+    make_augment,
+    make_costs,
+    open_samples,
+)
 from .settings import Settings
 from .stopping import StopSignal
 
