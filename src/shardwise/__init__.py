@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.handle import Handle
     from shardwise.runtime.parallel import ParallelModel, of, parallelize
     from shardwise.training.settings import Settings
-    from shardwise.training.start import train
-    from shardwise.training.trainer import Trainer
+    from shardwise.training.trainer import Trainer, train
 
 HOMES = {  # of public names; each is imported when it is first used, as torch.export takes seconds
     "checkpoint.loading": ("load_weights",),
@@ -54,8 +53,7 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "runtime.handle": ("Handle",),
     "runtime.parallel": ("ParallelModel", "of", "parallelize"),
     "training.settings": ("Settings",),
-    "training.start": ("train",),
-    "training.trainer": ("Trainer",),
+    "training.trainer": ("Trainer", "train"),
 }
 
 __all__ = [

@@ -23,7 +23,7 @@ def run(settings: Settings) -> None:
     are written to the folder of the run; a run that was ended goes on with --resume, on any number
     of workers. SIGTERM makes a checkpoint and ends.
     """
-    from shardwise.training.start import train as run_training
+    from shardwise.training.trainer import train as run_training
 
     start = time.perf_counter()
     history = run_training(settings)

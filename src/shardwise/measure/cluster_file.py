@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils import _pytree as pytree
@@ -17,13 +16,7 @@ from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.measured_sums import Winner
 from shardwise.comm import Communicator
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.launchers import (
-    choose_world,
-    init_from_environment,
-    launched_switches,
-    under_launcher,
-)
-from shardwise.launch.workers import run_local
+from shardwise.launch.launchers import choose_world, launched_switches, run_on_workers
 from shardwise.measure.calibrate import Step, calibrated, calibration_plans
 from shardwise.measure.racing import Figures, measure_figures, measure_sums
 from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
@@ -66,16 +59,9 @@ def probe(
     world = choose_world(workers)
     graphs = [spec.graph(PER_WORKER * world) for spec in specs]
     wanted = wanted_works(graphs, world)
-    if under_launcher():
-        init_from_environment()
-        gathered = Communicator().gather_objects(_measure(wanted, specs, again, sums))
-        first = dist.get_rank() == 0
-        dist.destroy_process_group()
-        if not first:
-            return None
-        found: list[Found] = gathered
-    else:
-        found = run_local(_measure, world, wanted, specs, again, sums)
+    found: list[Found] | None = run_on_workers(_measure, world, wanted, specs, again, sums)
+    if found is None:
+        return None
     times = _median_times([own.times for own in found])
     TimeTable(found[0].device, seconds=times).save()
     memory = int(_machine_memory() * 0.9) // world
@@ -130,8 +116,8 @@ def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
     return list(works.values())
 
 
-def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool = False) -> Found:
-    """What this rank measures, all ranks at once as in training."""
+def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool) -> list[Found]:
+    """What every rank measures, all at once as in training."""
     comm = Communicator()
     device = device_name(torch.get_num_threads())
     known = TimeTable(device) if again else TimeTable.load(device)
@@ -145,11 +131,12 @@ def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool
         steps = []
         for spec in progress.track(specs if comm.size > 1 else [], description="steps"):
             steps.append(_steps(spec, comm))
-    if not sums or comm.size == 1:
-        return Found(speeds, device, times, steps)
-    switches = launched_switches(comm.size)
-    figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
-    return Found(speeds, device, times, steps, figures, winners)
+    found = Found(speeds, device, times, steps)
+    if sums and comm.size > 1:
+        switches = launched_switches(comm.size)
+        figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
+        found = replace(found, figures=figures, winners=winners)
+    return comm.gather_objects(found)
 
 
 def _steps(spec: ModelSpec, comm: Communicator) -> list[float]:

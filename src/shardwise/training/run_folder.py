@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import sys
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
@@ -51,6 +57,24 @@ def _choose(settings: Settings) -> Path:
     ]
     number = max(taken, default=0) + (0 if resumes(settings) and taken else 1)
     return Path(HOME) / f"{name}-{number}"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch came to."""
+
+    number: int
+    loss: float
+    test_loss: float | None
+    accuracy: float | None  # on the test samples, 0 to 1
+    samples_per_second: float
+
+    def __str__(self) -> str:
+        tested = "" if self.accuracy is None else f"  test accuracy {100 * self.accuracy:.2f} %"
+        return (
+            f"epoch {self.number:3d}  loss {self.loss:.4f}{tested}  "
+            f"{self.samples_per_second:.0f} samples/s"
+        )
 
 
 class RunFolder:
@@ -96,9 +120,27 @@ class RunFolder:
                         self._curves.add_scalar(name, value, values["step"])
                 self._curves.flush()
 
-    def save_trace(self, trace: Trace) -> None:
+    def add_step(self, step: int, loss: float, lr: float, rate: float) -> None:
+        finite = loss if isfinite(loss) else None
+        self.add(step=step, loss=finite, lr=lr, samples_per_second=rate)
+
+    def add_trace(self, step: int, trace: Trace) -> None:
+        """A step was written down: its trace is for the report, its waits are for everybody."""
         if self._first:
             trace.save(self.path / TRACE)
+        exposed, overlap = float(trace.exposed.mean()), float(trace.overlap)
+        seconds = float(trace.seconds)
+        self.add(step=step, exposed_seconds=exposed, overlap=overlap, step_seconds=seconds)
+
+    def add_epoch(self, step: int, epoch: Epoch, memory: list[int]) -> None:
+        tested = {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy}
+        self.add(
+            step=step,
+            epoch=epoch.number,
+            epoch_loss=epoch.loss,
+            memory_bytes=memory,
+            **{name: value for name, value in tested.items() if value is not None},
+        )
 
     def close(self) -> None:
         for file in (self._metrics, self._curves):
@@ -113,3 +155,11 @@ def _event_writer(folder: Path, step: int) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes this rank has held at most."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

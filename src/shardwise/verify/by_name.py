@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm import Communicator
 from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerError, one_line
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
-from shardwise.launch.workers import run_local
+from shardwise.launch.launchers import choose_world, run_on_workers
 from shardwise.model.torch_export import Captured
 from shardwise.plans.plan import FLOAT, Plan
 from shardwise.specs.model_spec import ModelSpec
@@ -80,15 +78,11 @@ def verify_model(request: VerifyRequest) -> list[PlanResult]:
     graphs = _graphs(request, model)
     del model  # every worker builds its own: memory for one less
     plans = _plans(request, graphs[True], world)
-    job = (request, graphs, plans)
-    if under_launcher():
-        cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
-        init_from_environment(backend="gloo" if cpu else None)
-        comparisons = _compare_plans(*job)
-        dist.destroy_process_group()
-    else:
-        with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
-            comparisons = run_local(_compare_plans, world, *job)[0]
+    cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
+    backend = "gloo" if cpu else None
+    with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
+        job = (request, graphs, plans)
+        comparisons = run_on_workers(_compare_plans, world, *job, backend=backend) or []
     return [
         PlanResult(label, plan, tuple(found))
         for (label, plan), found in zip(plans.items(), comparisons, strict=False)
@@ -167,7 +161,7 @@ def _compare_plans(
             found.append(
                 compare(model, plan, inputs, comm, request.num_steps, known, request.training)
             )
-    return found if comm.rank == 0 else []
+    return found
 
 
 def _model(request: VerifyRequest) -> nn.Module:
