@@ -19,9 +19,9 @@ from faults.moments import killed_at, refuse, striking
 from saving import make_plan, start, train
 from shardwise import Plan, capture
 from shardwise.checkpoint import Checkpoints, export
-from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.checkpoint.weights import read_state
 from shardwise.cluster.cluster import Cluster
 from shardwise.data import Arrays
 from shardwise.data.pack import pack

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.pieces import SavePlanner
-from shardwise.checkpoint.restoring import Restoring
-from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.snapshot import Restoring, Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.writer import Writer
 from shardwise.comm import AGREEMENT, About, Communicator
@@ -115,7 +114,7 @@ class Checkpoints:
         self._check_ranks(model)
         folder = self.folders.of_step(step, self._agree(self.folders.complete, str(self.folders)))
         of(model).flush()
-        read = partial(Restoring.read, folder, model, optimizer)
+        read = partial(Restoring, folder, model, optimizer)
         restored = self._agree(read, str(folder), alike=False)
         restored.finish()
         return restored.document.progress

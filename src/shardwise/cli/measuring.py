@@ -66,8 +66,7 @@ def verify(
     tensor differs by more than that. Also runs under torchrun or mpirun.
     """
     from shardwise.specs.plan_spec import PlanSpec
-    from shardwise.verify.by_name import VerifyRequest, verify_model
-    from shardwise.verify.inputs import parse_input
+    from shardwise.verify.by_name import VerifyRequest, parse_input, verify_model
 
     inputs = [parse_input(text) for text in shape or []]
     meant = [] if plan is None else [PlanSpec(plan)]
@@ -127,12 +126,12 @@ def kernels(
     One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
     timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
     """
-    from shardwise.cli.kernel_table import KernelRequest, kernel_table, time_kernels
+    from shardwise.cli.tables import kernel_table, time_kernels
 
     spec = model_spec(model, shape, batch, option, num_classes)
-    request = KernelRequest(spec, threads, layout, memory, exact)
     with working(f"timing the kernels of {model}") as status:
-        rows = time_kernels(request, lambda name: status.update(f"timing {model}: {name}"))
+        how = (threads, layout, memory, exact)
+        rows = time_kernels(spec, *how, lambda name: status.update(f"timing {model}: {name}"))
     if json:
         print(dumps([row.data() for row in rows]))
     else:
