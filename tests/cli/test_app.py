@@ -160,7 +160,7 @@ def test_a_model_that_fails_on_one_device_is_one_line(run, tmp_path: Path) -> No
     ("broken", "sentence"),
     [
         ("Captured", "'digits' cannot be captured: KeyError: 'luck'"),
-        ("run_local", "'digits' cannot be verified: KeyError: 'luck'"),
+        ("run_on_workers", "'digits' cannot be verified: KeyError: 'luck'"),
         ("compare", "'digits' runs on one device, but not under split n=1: KeyError: 'luck'"),
     ],
 )

@@ -128,7 +128,7 @@ def _checkpoint(folder: Path, number: int) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(number)
-    taken = Snapshot.take(number, model, stepper, {"at": number})
+    taken = Snapshot(number, model, stepper, {"at": number})
     Checkpoints(folder / "checkpoints", keep=1)._write(number, taken)
 
 

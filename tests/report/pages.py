@@ -11,7 +11,7 @@ import numpy as np
 from shardwise import Plan
 from shardwise.plans.trace import Span, Trace
 from shardwise.specs.model_spec import ModelSpec
-from shardwise.specs.plan_spec import PlanRequest, examined
+from shardwise.specs.request import PlanRequest, examined
 
 NET = """
 import torch

@@ -68,7 +68,7 @@ class Checkpoints:
         of(model).check_values()
         taken: Snapshot | ShardwiseError
         try:
-            taken = Snapshot.take(step, model, optimizer, progress)
+            taken = Snapshot(step, model, optimizer, progress)
         except ShardwiseError as error:
             taken = error  # raised on all ranks, since the others may have found nothing wrong
         self._saving = _background.submit(self._write, step, taken)

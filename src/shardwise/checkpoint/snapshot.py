@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +12,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.held_tensors import check_model, held_tensors, host_copy
-from shardwise.checkpoint.manifest import Document, Group, OptimizerState, Reader, Stored, Values
+from shardwise.checkpoint.manifest import Document, OptimizerState, Reader, Stored, Values
 from shardwise.checkpoint.optimizer_state import Optimizing
-from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
+from shardwise.checkpoint.pieces import BoxOfTensor
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.parallel import ParallelModel, of
 
 RANDOM = "random/"  # and a device: the state of its random generator, the same on all ranks
 
 
-@dataclass(frozen=True)
 class Snapshot:
     """Copies of this rank's pieces, and what else there is to say about the model."""
 
-    step: int
-    progress: dict[str, Any]
-    names: dict[str, str]
-    kind: str
-    groups: list[Group]
-    values: Values
-    pieces: Pieces
-
-    @classmethod
-    def take(
-        cls, step: int, model: ParallelModel, optimizer: Optimizer, progress: Mapping[str, Any]
-    ) -> Snapshot:
+    def __init__(
+        self, step: int, model: ParallelModel, optimizer: Optimizer, progress: Mapping[str, Any]
+    ) -> None:
         if step < 0:
             raise ShardwiseError(f"step={step} of a checkpoint must not be negative")
-        held = held_tensors(model)
+        self.step, held = step, held_tensors(model)
         copies = {tensor.key: tensor.copied(tensor.tensor, n) for n, tensor in enumerate(held)}
-        pieces = {key: piece for key, piece in copies.items() if piece is not None}
         optimizing = Optimizing(optimizer, held)
-        groups, own, values = optimizing.snapshot()
-        pieces |= own
+        self.kind, (self.groups, own, self.values) = optimizing.kind, optimizing.snapshot()
+        self.pieces = {key: piece for key, piece in copies.items() if piece is not None} | own
         if of(model).comm.rank == 0:
             for device, state in random_states(model).items():
-                pieces[RANDOM + device] = BoxOfTensor.whole(host_copy(state))
+                self.pieces[RANDOM + device] = BoxOfTensor.whole(host_copy(state))
         keys = {name: tensor.key for tensor in held for name in tensor.names}
-        names = {name: keys[name] for name in nn.Module.state_dict(model, keep_vars=True)}
-        kind = optimizing.kind
-        return cls(step, _plain(progress), names, kind, groups, values, pieces)
+        self.names = {name: keys[name] for name in nn.Module.state_dict(model, keep_vars=True)}
+        self.progress = _plain(progress)
 
     def document(self, values: Values, tensors: dict[str, Stored]) -> Document:
         """Describes the whole checkpoint: the numbers of all ranks, and where tensors lie."""

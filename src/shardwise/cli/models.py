@@ -68,7 +68,7 @@ def plan(
     from shardwise.cli.tables import explain_table, trace_lines
     from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.plan_spec import PlanRequest, best_plan
+    from shardwise.specs.request import PlanRequest, best_plan
 
     spec = model_spec(model, shape, batch, option, num_classes)
     request = PlanRequest(spec, cluster, workers, output=output)
@@ -110,7 +110,8 @@ def simulate(
     """Simulate one training step on a cluster, on thousands of workers if need be."""
     from shardwise.cli.tables import trace_lines
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.plan_spec import PlanRequest, PlanSpec, examined, simulated, trace_data
+    from shardwise.specs.plan_spec import PlanSpec
+    from shardwise.specs.request import PlanRequest, examined, simulated, trace_data
 
     spec = model_spec(model, shape, batch, option, num_classes)
     chosen = PlanSpec.parse(plan, split)

@@ -22,7 +22,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.units import parse_size
-from shardwise.verify.results import KindResult, PlanResult, limit_of
+from shardwise.verify.results import PlanResult, limit_of, worst_of
 
 ALTERNATIVES = 12  # shown of one layer
 COLUMNS = (STOCK, *dict.fromkeys(name for names in KERNELS.values() for name in sorted(names)))
@@ -67,18 +67,14 @@ def verify_table(result: PlanResult) -> Table:
     for name in ("relative error", "noise", "limit"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for row in result.by_kind():
-        worst = row.worst
+    for kind, group in result.by_kind().items():
+        worst, num_open = worst_of(group), sum(c.undetermined for c in group)
         noise = "" if worst.noise is None else f"{worst.noise:.1e}"
-        cells = (f"{worst.error:.1e}", noise, limit_of(worst), _verdict(row))
-        table.add_row(row.kind, str(row.num_tensors), escape(worst.name), *cells)
+        verdict = f"[green]ok[/], {num_open} open" if num_open else "[green]ok"
+        verdict = verdict if worst.passed else "[bold red]FAILED"
+        cells = (f"{worst.error:.1e}", noise, limit_of(worst), verdict)
+        table.add_row(kind, str(len(group)), escape(worst.name), *cells)
     return table
-
-
-def _verdict(row: KindResult) -> str:
-    if not row.passed:
-        return "[bold red]FAILED"
-    return f"[green]ok[/], {row.num_undetermined} open" if row.num_undetermined else "[green]ok"
 
 
 @dataclass(frozen=True)

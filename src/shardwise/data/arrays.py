@@ -13,12 +13,19 @@ from shardwise.errors import ShardwiseError, one_line
 from shardwise.geometry.box import Box
 
 from .order import shuffled
-from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names, optional
+from .source import (
+    KINDS,
+    LABEL_KINDS,
+    MAX_ITEM_BYTES,
+    Source,
+    check_subset,
+    class_names,
+    optional,
+)
 
 IMAGES, LABELS = "images", "labels"
 MAX_CLASSES = 1_000_000  # more is a slip: labels that are no classes
-NUM_TEST = 360
-SUBSETS = ("train", "test", "all")
+NUM_TEST = 360  # of the digits
 
 
 class Arrays(Source):
@@ -42,7 +49,8 @@ class Arrays(Source):
         self.shape, self.dtype = tuple(images.shape[1:]), np.dtype(images.dtype)
         self.label_shape = tuple(labels.shape[1:])
         self.classes = classes or class_names(num_classes or self._count_classes())
-        self.scale = scale if scale is not None else scale_of(self.dtype)
+        usual = 1 / 255 if self.dtype == np.uint8 else 1.0  # bytes are brightness, for everyone
+        self.scale = usual if scale is None else scale
 
     def __len__(self) -> int:
         return int(self.images.shape[0])
@@ -92,11 +100,6 @@ class Arrays(Source):
         return box.numel * array.dtype.itemsize
 
 
-def scale_of(dtype: np.dtype) -> float:
-    """Bytes are taken as brightness, as everyone does; other numbers as they are."""
-    return 1 / 255 if dtype == np.uint8 else 1.0
-
-
 def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a single number"
 
@@ -109,15 +112,12 @@ def npy(folder: str | Path, num_classes: int | None = None) -> Arrays:
 
     In a folder every file is one sample, or one label that is a volume, in the order of the names.
     """
-    folder = Path(folder)
-    images, labels = (_npy_or_files(folder, what) for what in (IMAGES, LABELS))
-    return Arrays(images, labels, str(folder), num_classes=num_classes)
-
-
-def _npy_or_files(folder: Path, what: str) -> np.ndarray | NpyFiles:
-    return (
-        NpyFiles(folder / what) if (folder / what).is_dir() else _open_npy(folder / f"{what}.npy")
+    paths = (Path(folder) / what for what in (IMAGES, LABELS))
+    images, labels = (
+        NpyFiles(path) if path.is_dir() else _open_npy(path.with_name(f"{path.name}.npy"))
+        for path in paths
     )
+    return Arrays(images, labels, str(Path(folder)), num_classes=num_classes)
 
 
 class NpyFiles:
@@ -225,9 +225,3 @@ def digits(subset: str = "train") -> Arrays:
     chosen = {"test": order[:NUM_TEST], "train": order[NUM_TEST:], "all": np.sort(order)}[subset]
     name = "digits" if subset == "all" else f"digits ({subset})"
     return Arrays(images[chosen], labels[chosen], name, class_names(10), scale=1 / 16)
-
-
-def check_subset(subset: str) -> None:
-    """Raises unless this is a subset that a data set can have."""
-    if subset not in SUBSETS:
-        raise ShardwiseError(f"subset={subset!r} must be one of {', '.join(SUBSETS)}")

@@ -10,8 +10,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
-from .arrays import check_subset
-from .source import Source
+from .source import Source, check_subset
 
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32

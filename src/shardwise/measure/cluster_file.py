@@ -29,7 +29,7 @@ from shardwise.planner.simulate import simulate
 from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
 from shardwise.specs.model_spec import ModelSpec
-from shardwise.specs.plan_spec import PER_WORKER
+from shardwise.specs.request import PER_WORKER
 
 Times = dict[str, tuple[float, float]]  # of shares by their keys, forward and backward
 STEPS = 3  # of each plan that shows what messages cost amid computation

@@ -26,7 +26,7 @@ from shardwise.plans.trace import Trace
 from shardwise.report.history import read_history
 from shardwise.report.page import contents, title_of, write_page
 from shardwise.specs.model_spec import ModelSpec
-from shardwise.specs.plan_spec import PlanRequest, examined
+from shardwise.specs.request import PlanRequest, examined
 
 PLAN, CONFIG, METRICS, TRACE = "plan.json", "config.json", "metrics.jsonl", "trace.json"
 PAGE = "report.html"

@@ -22,7 +22,8 @@ from shardwise.planner.layer_times import timer_for
 from shardwise.plans.plan import Plan
 from shardwise.report.run_report import PLAN
 from shardwise.specs.model_spec import ModelSpec
-from shardwise.specs.plan_spec import PlanSpec, best_plan
+from shardwise.specs.plan_spec import PlanSpec
+from shardwise.specs.request import best_plan
 
 from .settings import Settings
 
