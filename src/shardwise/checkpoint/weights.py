@@ -88,6 +88,9 @@ KINDS: dict[str, Callable[[Tensors, Path], None]] = {
 }
 
 
+# -- from a file to a model ------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Whole:
     """A whole tensor in a file, of which any box can be read."""

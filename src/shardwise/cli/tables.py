@@ -77,6 +77,9 @@ def verify_table(result: PlanResult) -> Table:
     return table
 
 
+# -- kernels: every one on every layer and direction, as in P5's Table 2 ---------------------------
+
+
 @dataclass(frozen=True)
 class KernelRow:
     """One direction of one layer: seconds by kernel, and the kernel that is chosen."""
@@ -144,7 +147,8 @@ def kernel_table(title: str, rows: list[KernelRow]) -> Table:
     table = new_table(f"{title}: Gflop/s", ("layer", "input", "filters", ""), kernels)
     previous = None
     for row in rows:
-        head = (row.layer, _sizes(row.shape.x), _sizes(row.shape.w))
+        sizes = ("x".join(map(str, shape)) for shape in (row.shape.x, row.shape.w))
+        head = (row.layer, *sizes)
         shown = head if head != previous else ("", "", "")
         previous = head
         table.add_row(*map(escape, shown), row.direction, *(_cell(row, name) for name in used))
@@ -155,7 +159,3 @@ def _cell(row: KernelRow, kernel: str) -> str:
     rate = row.gflops(kernel)
     text = "" if rate is None else f"{rate:.1f}" if rate < 10 else f"{rate:.0f}"
     return f"[bold green]*{text}[/]" if kernel == row.choice else text
-
-
-def _sizes(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))

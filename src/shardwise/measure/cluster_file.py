@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -184,6 +184,9 @@ def _machine_memory() -> int:
         return 8 << 30
 
 
+# -- what messages cost amid computation -----------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Step:
     """One training step that was run, and what it takes to simulate it."""
@@ -223,26 +226,20 @@ def calibrated(cluster: Cluster, steps: Sequence[Step]) -> Cluster:
     and ranks wait for the slowest of them. So a few steps are run, and the overheads of the
     simulation are those that make both agree best.
     """
-    probed = tuple(max(seconds, TINY) for seconds in astuple(Overheads.of(cluster)))
+    probed = np.maximum(astuple(Overheads.of(cluster)), TINY)
+    tried = probed * np.vstack([np.ones(len(probed)), 1.0 + np.eye(len(probed))])  # each doubled
     rows, missing = [], []
     for step in steps:
         base, *raised = (
             simulate(step.plan, step.graph, changed, step.timer, step.training).seconds
-            for changed in (Overheads(*values).on(cluster) for values in _each_doubled(probed))
+            for changed in (Overheads(*values).on(cluster) for values in tried.tolist())
         )
         # In parts of the step, so that short steps count as much as long ones.
         rows.append([(seconds - base) / step.seconds for seconds in raised])
         missing.append((step.seconds - base) / step.seconds)
     factors = 1.0 + _fitted(np.array(rows), np.array(missing))
     found = np.maximum(factors, LEAST) * probed
-    return Overheads(*map(float, found)).on(cluster)
-
-
-def _each_doubled(values: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
-    """The values, and the values with the first, the second, ... twice as large."""
-    yield values
-    for place in range(len(values)):
-        yield (*values[:place], 2.0 * values[place], *values[place + 1 :])
+    return Overheads(*found.tolist()).on(cluster)
 
 
 def _fitted(rows: np.ndarray, missing: np.ndarray) -> np.ndarray:

@@ -185,6 +185,9 @@ def bars(findings: Findings | None, traces: Mapping[str, Trace]) -> dict[str, An
     }
 
 
+# -- the HTML file: template, style and scripts of `assets` around the data ------------------------
+
+
 def render(data: dict[str, Any]) -> str:
     """The page: it loads nothing, so that it works offline and as an attachment."""
     folder = files("shardwise.report") / "assets"

@@ -13,7 +13,6 @@ from torch import nn
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.data import Augment, Source, flips
-from shardwise.data.opening import open_pair
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.planner.costs import Costs
@@ -30,17 +29,6 @@ from .settings import Settings
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 TRIAL = "import torch; torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()"
-
-
-def open_samples(settings: Settings) -> tuple[Source, Source | None]:
-    """The samples for training, and those for testing where there are any."""
-    return open_pair(
-        settings.data,
-        settings.test_data,
-        size=settings.size,
-        num_classes=settings.num_classes,
-        on_error=settings.on_error,
-    )
 
 
 def make_augment(settings: Settings, source: Source) -> Augment:

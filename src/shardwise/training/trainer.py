@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm import Communicator
 from shardwise.data import Batch, Loader, Source
-from shardwise.data.opening import check_alike
+from shardwise.data.opening import check_alike, open_pair
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
 from shardwise.launch.launchers import choose_world, run_on_workers, under_launcher
@@ -31,15 +31,7 @@ from .out_of_memory import explained
 from .progress import ProgressBars, Speed
 from .recipe import make_optimizer, rate_at, set_rate
 from .run_folder import CHECKPOINTS, Epoch, RunFolder, choose_folder, memory_held, resumes
-from .setting_up import (
-    DTYPES,
-    build_model,
-    check_bf16,
-    choose_plan,
-    make_augment,
-    make_costs,
-    open_samples,
-)
+from .setting_up import DTYPES, build_model, check_bf16, choose_plan, make_augment, make_costs
 from .settings import Settings
 from .stopping import StopSignal
 
@@ -104,7 +96,8 @@ class Trainer:
         self.given = {"model": model is not None, "data": train is not None}  # and not named
         self.name = settings.model if model is None else type(model).__name__
         if train is None:
-            train, test = open_samples(settings)
+            options = {n: getattr(settings, n) for n in ("size", "num_classes", "on_error")}
+            train, test = open_pair(settings.data, settings.test_data, **options)
         self.folder = RunFolder(choose_folder(settings, self.comm), first)
         self.model = self._parallel(model or build_model(settings, train), train)
         self.optimizer = make_optimizer(settings, self.model)

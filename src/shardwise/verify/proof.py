@@ -118,6 +118,9 @@ def _sum(value: Any) -> str:
     return repr(float(value.contiguous().double().sum()))
 
 
+# -- why they differ: the first layer that does, and hints -----------------------------------------
+
+
 def likely_cause(
     model: nn.Module, plan: Plan, trial: Trial, comm: Communicator, graphs: Graphs | None
 ) -> str:
