@@ -167,7 +167,7 @@ def test_a_model_that_fails_on_one_device_is_one_line(run, tmp_path: Path) -> No
 def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-def]
     run, broken: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("luck")
 
     monkeypatch.setattr(f"shardwise.verify.by_name.{broken}", fail)
