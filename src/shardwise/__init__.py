@@ -10,7 +10,7 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data, zoo
-    from shardwise.checkpoint.weights import load_weights
+    from shardwise.checkpoint.weight_files import load_weights
     from shardwise.cluster.cluster import Cluster
     from shardwise.errors import CaptureError, LostPeer, PlanError, ShardwiseError, WorkerError
     from shardwise.geometry.grid import Config
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwise.training.trainer import Trainer, train
 
 HOMES = {  # of public names; each is imported when it is first used, as torch.export takes seconds
-    "checkpoint.weights": ("load_weights",),
+    "checkpoint.weight_files": ("load_weights",),
     "cluster.cluster": ("Cluster",),
     "errors": ("CaptureError", "LostPeer", "PlanError", "ShardwiseError", "WorkerError"),
     "geometry.grid": ("Config",),

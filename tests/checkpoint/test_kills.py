@@ -15,7 +15,7 @@ from shardwise import LostPeer, Plan
 from shardwise.checkpoint import Checkpoints
 from shardwise.checkpoint.manifest import NAME, Document
 from shardwise.checkpoint.step_folders import HIDDEN, StepFolders
-from shardwise.checkpoint.weights import read_state
+from shardwise.checkpoint.weight_files import read_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

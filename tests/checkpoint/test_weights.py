@@ -131,7 +131,7 @@ def test_a_rank_reads_no_more_than_its_blocks(
         read.append(args[-1].numel)
         return read_box(*args)
 
-    monkeypatch.setattr("shardwise.checkpoint.weights.read_box", noted)
+    monkeypatch.setattr("shardwise.checkpoint.weight_files.read_box", noted)
 
     def work(comm: Communicator) -> int:
         model = made(comm, "f=2")

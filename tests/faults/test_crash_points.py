@@ -21,7 +21,7 @@ from shardwise import Plan, capture
 from shardwise.checkpoint import Checkpoints, export
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
-from shardwise.checkpoint.weights import read_state
+from shardwise.checkpoint.weight_files import read_state
 from shardwise.cluster.cluster import Cluster
 from shardwise.data import Arrays
 from shardwise.data.pack import pack
