@@ -20,7 +20,6 @@ from torch import nn
 from shardwise import Cluster
 from shardwise.comm import Communicator
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.emulate import card_bytes
 from shardwise.measure.cluster_file import wanted_works
 from shardwise.measure.timing import measure_speeds, measure_works
 from shardwise.planner.layer_costs import Roofline
@@ -98,6 +97,16 @@ def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Meas
     own = {key: (crowd * there, crowd * back) for key, (there, back) in seconds.items()}
     times = dict(item for part in comm.gather_objects(own) for item in part.items())
     return Measured((times,), Roofline(cluster.device), first_layers(graph))
+
+
+def card_bytes(pid: int | str) -> tuple[int, int]:
+    """What the card of a process's host has received and sent."""
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counts.split()
+            return int(fields[0]), int(fields[8])
+    return 0, 0
 
 
 def bytes_sent() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from shardwise.kernels import dispatch
@@ -21,7 +23,8 @@ class KeptColumns(torch.autograd.Function):
         n, f, p, q = shape.out
         columns = x.new_empty(n * p * q * shape.w[1] * shape.w[2] * shape.w[3])
         problem = shape.problem(torch.get_num_threads())
-        lib.im2col(problem, x, columns)
+        double, about = x.dtype == torch.float64, ctypes.byref(problem)
+        lib.lib.sw_im2col(double, about, x.data_ptr(), columns.data_ptr())
         y = torch.empty((n, f, p, q), dtype=x.dtype, memory_format=memory_format(shape.last))
         _base(lib, "fwd", problem, (x, w, None, bias), y, columns)
         ctx.save_for_backward(x, w, columns)

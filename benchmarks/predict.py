@@ -23,7 +23,7 @@ from shardwise import Plan, capture, parallelize, run_local, zoo
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.measure.calibrate import Step, calibrated, calibration_plans
+from shardwise.measure.cluster_file import Step, calibrated, calibration_plans
 from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.operators import Split
 from shardwise.planner.best_plan import Planner

@@ -14,7 +14,7 @@ import torch
 
 from shardwise import __version__
 from shardwise.kernels import library
-from shardwise.kernels.kernel_times import cpu_name
+from shardwise.kernels.tuner import cpu_name
 
 
 def machine() -> dict[str, object]:

@@ -139,7 +139,7 @@ def peak_bytes(step: Callable[[], float], kept_columns: bool) -> tuple[int, int]
     lib = library()
     gc.collect()
     if lib is not None:
-        lib.release_arena()
+        lib.lib.sw_arena_release()
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
     saved = 0
     if kept_columns:
@@ -155,7 +155,7 @@ def peak_bytes(step: Callable[[], float], kept_columns: bool) -> tuple[int, int]
         step()
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-    arena = lib.arena_peak_bytes() if lib is not None else 0
+    arena = lib.lib.sw_arena_peak() if lib is not None else 0
     return peak, arena + saved
 
 

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional
 
-from shardwise.kernels.batch_norm import FusedBatchNorm2d
-from shardwise.kernels.max_pool import FastMaxPool2d
+from shardwise.kernels.timed_layers import FastMaxPool2d, FusedBatchNorm2d
 
 LIMITS = {torch.float32: 3e-4, torch.float64: 1e-9}
 

@@ -10,7 +10,7 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data, zoo
-    from shardwise.checkpoint.loading import load_weights
+    from shardwise.checkpoint.weight_files import load_weights
     from shardwise.cluster.cluster import Cluster
     from shardwise.errors import CaptureError, LostPeer, PlanError, ShardwiseError, WorkerError
     from shardwise.geometry.grid import Config
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from shardwise.runtime.handle import Handle
     from shardwise.runtime.parallel import ParallelModel, of, parallelize
     from shardwise.training.settings import Settings
-    from shardwise.training.start import train
-    from shardwise.training.trainer import Trainer
+    from shardwise.training.trainer import Trainer, train
 
 HOMES = {  # of public names; each is imported when it is first used, as torch.export takes seconds
-    "checkpoint.loading": ("load_weights",),
+    "checkpoint.weight_files": ("load_weights",),
     "cluster.cluster": ("Cluster",),
     "errors": ("CaptureError", "LostPeer", "PlanError", "ShardwiseError", "WorkerError"),
     "geometry.grid": ("Config",),
@@ -54,8 +53,7 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "runtime.handle": ("Handle",),
     "runtime.parallel": ("ParallelModel", "of", "parallelize"),
     "training.settings": ("Settings",),
-    "training.start": ("train",),
-    "training.trainer": ("Trainer",),
+    "training.trainer": ("Trainer", "train"),
 }
 
 __all__ = [

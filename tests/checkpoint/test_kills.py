@@ -13,9 +13,9 @@ from pool import WorkerPool
 from saving import Net, make_plan, start, train
 from shardwise import LostPeer, Plan
 from shardwise.checkpoint import Checkpoints
-from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.manifest import NAME, Document
 from shardwise.checkpoint.step_folders import HIDDEN, StepFolders
+from shardwise.checkpoint.weight_files import read_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

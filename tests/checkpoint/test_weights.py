@@ -131,7 +131,7 @@ def test_a_rank_reads_no_more_than_its_blocks(
         read.append(args[-1].numel)
         return read_box(*args)
 
-    monkeypatch.setattr("shardwise.checkpoint.loading.read_box", noted)
+    monkeypatch.setattr("shardwise.checkpoint.weight_files.read_box", noted)
 
     def work(comm: Communicator) -> int:
         model = made(comm, "f=2")
@@ -269,7 +269,7 @@ def test_runs_are_where_a_box_lies_in_memory(data: st.DataObject) -> None:
     assert found == places.ravel().tolist()
 
 
-@pytest.mark.parametrize("dtype", safetensors_file.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", safetensors_file.SAFETENSORS.values(), ids=str)
 def test_every_type_is_read_as_the_library_writes_it(tmp_path: Path, dtype: Any) -> None:
     x, path = (torch.arange(24).view(2, 3, 4) % 5).to(dtype), tmp_path / "x.safetensors"
     save_file({"x": x, "none": x[:0].clone(), "one": x[1, 0, 1].clone()}, path, {"a": "b"})

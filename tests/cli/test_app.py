@@ -160,14 +160,14 @@ def test_a_model_that_fails_on_one_device_is_one_line(run, tmp_path: Path) -> No
     ("broken", "sentence"),
     [
         ("Captured", "'digits' cannot be captured: KeyError: 'luck'"),
-        ("run_local", "'digits' cannot be verified: KeyError: 'luck'"),
+        ("run_on_workers", "'digits' cannot be verified: KeyError: 'luck'"),
         ("compare", "'digits' runs on one device, but not under split n=1: KeyError: 'luck'"),
     ],
 )
 def test_what_no_sentence_foresees_is_one_line_too(  # type: ignore[no-untyped-def]
     run, broken: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyError("luck")
 
     monkeypatch.setattr(f"shardwise.verify.by_name.{broken}", fail)

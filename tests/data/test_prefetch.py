@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from shardwise.data.prefetch import prefetched
+from shardwise.data.loader import prefetched
 
 
 def running() -> int:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from faults.table import ALONE, FAULTS, PLACES, SENSELESS, Cell, cells
 from faults.worker import FIRST_STEPS, LAST_STEP, STORE, Samples, export_alone, work
-from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.checkpoint.weight_files import read_state
 from shardwise.data.pack import pack
 
 WORLD, TIMEOUT = 3, 8.0

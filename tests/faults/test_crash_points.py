@@ -19,15 +19,15 @@ from faults.moments import killed_at, refuse, striking
 from saving import make_plan, start, train
 from shardwise import Plan, capture
 from shardwise.checkpoint import Checkpoints, export
-from shardwise.checkpoint.export import read_state
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.checkpoint.weight_files import read_state
 from shardwise.cluster.cluster import Cluster
 from shardwise.data import Arrays
 from shardwise.data.pack import pack
 from shardwise.data.store import Store
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.kernel_times import Winners
+from shardwise.kernels.tuner import Winners
 from shardwise.planner.layer_times import TimeTable
 from shardwise.plans.trace import Trace
 from shardwise.report.page import write_page
@@ -128,7 +128,7 @@ def _checkpoint(folder: Path, number: int) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(number)
-    taken = Snapshot.take(number, model, stepper, {"at": number})
+    taken = Snapshot(number, model, stepper, {"at": number})
     Checkpoints(folder / "checkpoints", keep=1)._write(number, taken)
 
 

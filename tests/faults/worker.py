@@ -21,7 +21,7 @@ from torch import nn
 
 from faults.table import Cell
 from shardwise import capture
-from shardwise.checkpoint import export, pieces, reader, writer
+from shardwise.checkpoint import export, manifest, pieces, writer
 from shardwise.comm import communicator, pending
 from shardwise.data import Arrays
 from shardwise.data.store import Store
@@ -131,7 +131,7 @@ def inject(fault: Fault) -> Callable[[], None]:
     elif place == "resume" and fault.cell.fault == "full":
         _before(run_folder, "write_whole", fault)
     elif place == "resume":
-        _before(reader.Reader, "_read", fault)
+        _before(manifest.Reader, "_read", fault)
     elif place == "metrics":
         _before(run_folder.RunFolder, "add", fault, inside=fault.cell.fault in ("full", "torn"))
     return fault.pass_by if place == "data" else lambda: None

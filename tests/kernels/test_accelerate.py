@@ -14,7 +14,7 @@ import shardwise.cli.app
 from shardwise.kernels import timed_layers
 from shardwise.kernels.accelerate import TunedConv2d, convolutions
 from shardwise.kernels.dispatch import KernelChoice
-from shardwise.kernels.relu import AppliedReLU
+from shardwise.kernels.timed_layers import AppliedReLU
 
 CHOICES = [
     KernelChoice("base", "base", "base"),

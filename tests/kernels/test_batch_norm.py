@@ -10,7 +10,7 @@ import torch
 from convolutions import ISAS, SEED, chosen
 from images import check_norm, fused
 from shardwise.kernels import native
-from shardwise.kernels.batch_norm import NativeBatchNorm
+from shardwise.kernels.timed_layers import NativeBatchNorm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 

@@ -12,8 +12,7 @@ from hatch_build import compiler
 
 from kept_columns import KeptColumns
 from shardwise.kernels import native
-from shardwise.kernels.batch_norm import Images
-from shardwise.kernels.max_pool import Windows
+from shardwise.kernels.timed_layers import Images, Windows
 
 ROOT = Path(__file__).parents[2]
 HUGE = 1 << 50  # channels: more numbers than there is memory for

@@ -10,7 +10,7 @@ import torch
 from convolutions import ISAS, SEED, chosen
 from images import check_pool, compare_pools
 from shardwise.kernels import native
-from shardwise.kernels.max_pool import FastMaxPool2d, NativeMaxPool
+from shardwise.kernels.timed_layers import FastMaxPool2d, NativeMaxPool
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels here")
 

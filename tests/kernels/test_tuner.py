@@ -12,8 +12,7 @@ import shardwise
 from shardwise.kernels import native, tuner
 from shardwise.kernels.conv_shape import ConvShape
 from shardwise.kernels.dispatch import KernelChoice, kernels_for
-from shardwise.kernels.kernel_times import Winners
-from shardwise.kernels.tuner import Tuner
+from shardwise.kernels.tuner import Tuner, Winners
 
 SHAPE = ConvShape((2, 4, 9, 9), (8, 4, 3, 3), padding=(1, 1))
 

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
+from hosts import card_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.launch.emulate import (
     Emulation,
     Wiring,
     _check_possible,
-    card_bytes,
     run_on_hosts,
 )
 

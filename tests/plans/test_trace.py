@@ -14,7 +14,7 @@ from pool import shared_pool
 from shardwise import Plan, capture, parallelize
 from shardwise.cluster.cluster import Cluster
 from shardwise.errors import PlanError
-from shardwise.measure.calibrate import Overheads, Step, calibrated, calibration_plans
+from shardwise.measure.cluster_file import Overheads, Step, calibrated, calibration_plans
 from shardwise.planner.layer_costs import Roofline, Training
 from shardwise.planner.simulate import simulate
 from shardwise.plans.trace import Trace

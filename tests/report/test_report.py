@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.geometry.grid import Config
 from shardwise.plans.trace import Span, Trace
 from shardwise.report import contents, render, write_page, write_report
-from shardwise.report.page_data import split_kind
+from shardwise.report.page import split_kind
 from shardwise.report.trace_data import RANKS, TICKS, per_layer, timeline
 
 

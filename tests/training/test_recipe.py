@@ -15,8 +15,7 @@ from shardwise import Plan, capture, parallelize
 from shardwise.data import Loader, digits
 from shardwise.data.order import mixing_share
 from shardwise.geometry.box import Box
-from shardwise.training.lars import Lars
-from shardwise.training.recipe import rate_at
+from shardwise.training.recipe import Lars, rate_at
 from shardwise.training.settings import Settings
 
 X_SHAPE = (5, 3, 7, 6)

@@ -21,8 +21,7 @@ from shardwise.data import Arrays, Synthetic
 from shardwise.errors import ShardwiseError
 from shardwise.report import write_report
 from shardwise.training.settings import Settings, read_settings
-from shardwise.training.start import train
-from shardwise.training.trainer import Trainer
+from shardwise.training.trainer import Trainer, train
 
 SMALL: dict[str, Any] = {
     "precision": "float64",

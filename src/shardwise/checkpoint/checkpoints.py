@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.pieces import SavePlanner
-from shardwise.checkpoint.restoring import Restoring
-from shardwise.checkpoint.snapshot import Snapshot
+from shardwise.checkpoint.snapshot import Restoring, Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.writer import Writer
 from shardwise.comm import AGREEMENT, About, Communicator
@@ -69,7 +68,7 @@ class Checkpoints:
         of(model).check_values()
         taken: Snapshot | ShardwiseError
         try:
-            taken = Snapshot.take(step, model, optimizer, progress)
+            taken = Snapshot(step, model, optimizer, progress)
         except ShardwiseError as error:
             taken = error  # raised on all ranks, since the others may have found nothing wrong
         self._saving = _background.submit(self._write, step, taken)
@@ -115,7 +114,7 @@ class Checkpoints:
         self._check_ranks(model)
         folder = self.folders.of_step(step, self._agree(self.folders.complete, str(self.folders)))
         of(model).flush()
-        read = partial(Restoring.read, folder, model, optimizer)
+        read = partial(Restoring, folder, model, optimizer)
         restored = self._agree(read, str(folder), alike=False)
         restored.finish()
         return restored.document.progress

@@ -1,35 +1,36 @@
-"""`checkpoint.json`: what a checkpoint holds, and where in its files each part of it lies."""
+"""`checkpoint.json`: what a checkpoint holds, where in its files it lies, and how it is read."""
 
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Annotated, Any, Literal
+from zlib import crc32
 
 import torch
 from pydantic import Field, JsonValue, model_validator
 
-from shardwise.files import Checked, Strict
+from shardwise.checkpoint.pieces import as_bytes
+from shardwise.errors import ShardwiseError
+from shardwise.files import Checked, Strict, system_errors_as
 from shardwise.geometry.box import Box
 from shardwise.tensors import dtype_name
 
 NAME = "checkpoint.json"
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
+SAFETENSORS = {  # what that format calls its types; checkpoints have one more
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
+DTYPES = {dtype_name(dtype): dtype for dtype in (*SAFETENSORS.values(), torch.complex128)}
 
 Values = dict[str, dict[str, Any]]  # an optimizer's plain numbers, by parameter and key
 Size = Annotated[int, Field(ge=0, lt=2**60)]
@@ -132,3 +133,40 @@ def _overlap(boxes: list[Box]) -> bool:
             if not box.intersect(other).empty:
                 return True
     return False
+
+
+class Reader:
+    """Reads chunks, each of which must have its checksum."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises where the document is damaged, or a file is shorter than it must be."""
+        self.folder, self.path = folder, folder / NAME
+        self.document = Document.load(self.path)
+        for name, size in self.document.file_sizes().items():
+            path = folder / name
+            with system_errors_as(f"{path} cannot be read"):
+                found = path.stat().st_size
+            if found < size:
+                raise ShardwiseError(f"{path} is {found} bytes and was {size}: it is damaged")
+
+    def read(self, key: str, box: Box | None = None) -> torch.Tensor:
+        """The part of a tensor in a box, or all of it, from the chunks that hold any of it."""
+        stored = self.document.tensors[key]
+        box = Box.whole(tuple(stored.shape)) if box is None else box
+        block = torch.empty(box.shape, dtype=DTYPES[stored.dtype])
+        for chunk in stored.chunks:
+            common = chunk.box.intersect(box)
+            if not common.empty:
+                content = self._read(key, chunk).view(block.dtype).view(chunk.shape)
+                block[common.slices_in(box)] = content[common.slices_in(chunk.box)]
+        return block
+
+    def _read(self, key: str, chunk: StoredChunk) -> torch.Tensor:
+        """The bytes of a chunk, once they have proved to be what was written."""
+        path, content = self.folder / chunk.file, torch.empty(chunk.bytes, dtype=torch.uint8)
+        with system_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+            file.seek(chunk.offset)
+            num_bytes = file.readinto(as_bytes(content))
+        if num_bytes != chunk.bytes or crc32(as_bytes(content)) != chunk.crc32:
+            raise ShardwiseError(f"{path} is damaged: {key} {chunk.box} does not have its checksum")
+        return content

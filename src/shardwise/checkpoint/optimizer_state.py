@@ -9,9 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.held_tensors import Held, host_copy
-from shardwise.checkpoint.manifest import Document, Group, Values
+from shardwise.checkpoint.manifest import Document, Group, Reader, Values
 from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
-from shardwise.checkpoint.reader import Reader
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.elementwise import kind_of
 from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer

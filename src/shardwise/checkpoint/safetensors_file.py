@@ -17,25 +17,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwise.checkpoint.manifest import Size
+from shardwise.checkpoint.manifest import SAFETENSORS, Size
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.errors import ShardwiseError
 from shardwise.files import Strict, first_mistake, system_errors_as
 from shardwise.geometry.box import Box
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 LONGEST = 100_000_000  # bytes of a header, as in the library itself
 
 
@@ -74,12 +61,12 @@ def read_header(path: Path) -> tuple[dict[str, TensorPlace], int]:
 
 
 def _check(path: Path, name: str, entry: TensorPlace, num_bytes: int) -> None:
-    if entry.dtype not in DTYPES:
+    if entry.dtype not in SAFETENSORS:
         raise ShardwiseError(
-            f"{path}: {name!r} is of type {entry.dtype!r}, and must be of {', '.join(DTYPES)}"
+            f"{path}: {name!r} is of type {entry.dtype!r}, and must be of {', '.join(SAFETENSORS)}"
         )
     begin, end = entry.data_offsets
-    if end - begin != prod(entry.shape) * DTYPES[entry.dtype].itemsize:
+    if end - begin != prod(entry.shape) * SAFETENSORS[entry.dtype].itemsize:
         raise ShardwiseError(f"{path} is damaged: {name!r} cannot have {end - begin} bytes")
     if end > num_bytes:
         raise ShardwiseError(f"{path} is cut off: {name!r} ends beyond it")
@@ -87,7 +74,7 @@ def _check(path: Path, name: str, entry: TensorPlace, num_bytes: int) -> None:
 
 def read_box(path: Path, entry: TensorPlace, begin: int, box: Box) -> torch.Tensor:
     """The part of a tensor in a box; nothing else is read."""
-    dtype = DTYPES[entry.dtype]
+    dtype = SAFETENSORS[entry.dtype]
     block = torch.empty(box.shape, dtype=dtype)
     if box.empty:
         return block

@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.deciding import plan, simulate
-from shardwise.cli.measuring import kernels, probe, verify
+from shardwise.cli.models import kernels, plan, probe, simulate, verify
 from shardwise.cli.running import emulate, export, pack, report, train
 from shardwise.errors import LostPeer, ShardwiseError, WorkerError
 from shardwise.version import __version__

@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shardwise.cli.options import working
-from shardwise.cli.train_options import with_options
 from shardwise.errors import ShardwiseError
-from shardwise.training.settings import Settings
+from shardwise.training.settings import Settings, read_settings
 
 
-def run(settings: Settings) -> None:
+def _signature() -> inspect.Signature:
+    """The parameters of `train`, as typer reads them: a settings file, and every setting."""
+    argument = Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="Settings; options count more.")
+    ]
+    annotations = {"config": argument, **{name: _option(name) for name in Settings.model_fields}}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in annotations.items()]
+    )
+
+
+def _option(name: str) -> Any:
+    """The option of one setting; what it may be is checked by the settings themselves."""
+    field = Settings.model_fields[name]
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    flag = f"--{name.replace('_', '-')}"
+    help_text = (field.description or "") + _default(field.default)
+    common: dict[str, Any] = {
+        "help": help_text,
+        "rich_help_panel": extra["panel"],
+        "show_default": False,
+    }
+    if name == "options":
+        return Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", **common)]
+    if field.annotation is bool:
+        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", **common)]
+    return Annotated[str | None, typer.Option(flag, metavar=_metavar(field), **common)]
+
+
+def _metavar(field: Any) -> str:
+    """How the value is written: as one of a few words, a number, numbers or text."""
+    text = str(field.annotation)
+    if "Literal" in text:
+        return "|".join(field.annotation.__args__)
+    if "tuple" in text:
+        return "N,N"
+    return "NUMBER" if "int" in text or "float" in text else "TEXT"
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ("", (), {}) or isinstance(value, bool):
+        return ""
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f" (default: {shown})"
+
+
+def train(config: Path | None, **options: Any) -> None:
     """Train a model, as settings say: those of a YAML file, and those of the command line.
 
     With nothing given it trains a small network on scikit-learn's digits. Runs on local workers, or
@@ -23,9 +71,13 @@ def run(settings: Settings) -> None:
     are written to the folder of the run; a run that was ended goes on with --resume, on any number
     of workers. SIGTERM makes a checkpoint and ends.
     """
-    from shardwise.training.start import train as run_training
+    from shardwise.specs.model_spec import parse_options
+    from shardwise.training.trainer import train as run_training
 
-    start = time.perf_counter()
+    given = {name: value for name, value in options.items() if value is not None}
+    if "options" in given:
+        given["options"] = parse_options(given["options"])
+    settings, start = read_settings(config, given), time.perf_counter()
     history = run_training(settings)
     if history and (accuracy := history[-1].accuracy) is not None:
         seconds, number = time.perf_counter() - start, history[-1].number
@@ -33,7 +85,8 @@ def run(settings: Settings) -> None:
         print(f"test accuracy {100 * accuracy:.2f} % after {epochs}, {seconds:.0f} s in all")
 
 
-train = with_options(run, "train")
+train.__signature__ = _signature()  # type: ignore[attr-defined]
+train.__annotations__ = {n: p.annotation for n, p in _signature().parameters.items()}
 
 
 def pack(

@@ -128,11 +128,12 @@ class Ranks:
     # -- memory --------------------------------------------------------------------------------
 
     def _stage(self, tensor: torch.Tensor, empty: bool = False) -> torch.Tensor:
-        """A twin in memory of the host, for backends that move nothing else."""
+        """A twin in memory that the backend moves: of the host, or of GPUs only."""
         tensor = tensor.resolve_conj().resolve_neg()  # what is put off is not in memory yet
-        if self.backend not in HOST_ONLY or not tensor.is_cuda:
+        home = "cpu" if self.backend in HOST_ONLY else "cuda"
+        if tensor.device.type == home or self.backend not in (*HOST_ONLY, "nccl"):
             return tensor
-        return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
+        return torch.empty_like(tensor, device=home) if empty else tensor.to(home)
 
     def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as bytes: gloo's collectives do not know every kind of number."""

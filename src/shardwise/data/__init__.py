@@ -8,7 +8,7 @@ torch.Size([512, 1, 8, 8])
 torch.Size([413, 1, 8, 8])
 """
 
-from .arrays import Arrays, Zarr, npy
+from .arrays import Arrays, Zarr, digits, npy
 from .augment import Augment, flips
 from .cifar import Cifar10
 from .image_folder import ImageFolder
@@ -16,7 +16,6 @@ from .loader import Batch, Loader
 from .opening import open_source
 from .order import Batches, shuffled
 from .pack import pack
-from .scikit_digits import digits
 from .source import Source, Subset, bad_samples, without
 from .store import Store
 from .synthetic import Synthetic

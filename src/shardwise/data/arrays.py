@@ -1,4 +1,4 @@
-"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, or zarr."""
+"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, zarr, or the digits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ import numpy as np
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.geometry.box import Box
 
-from .source import KINDS, LABEL_KINDS, MAX_ITEM_BYTES, Source, class_names, optional
+from .order import shuffled
+from .source import (
+    KINDS,
+    LABEL_KINDS,
+    MAX_ITEM_BYTES,
+    Source,
+    check_subset,
+    class_names,
+    optional,
+)
 
 IMAGES, LABELS = "images", "labels"
 MAX_CLASSES = 1_000_000  # more is a slip: labels that are no classes
+NUM_TEST = 360  # of the digits
 
 
 class Arrays(Source):
@@ -39,7 +49,8 @@ class Arrays(Source):
         self.shape, self.dtype = tuple(images.shape[1:]), np.dtype(images.dtype)
         self.label_shape = tuple(labels.shape[1:])
         self.classes = classes or class_names(num_classes or self._count_classes())
-        self.scale = scale if scale is not None else scale_of(self.dtype)
+        usual = 1 / 255 if self.dtype == np.uint8 else 1.0  # bytes are brightness, for everyone
+        self.scale = usual if scale is None else scale
 
     def __len__(self) -> int:
         return int(self.images.shape[0])
@@ -89,11 +100,6 @@ class Arrays(Source):
         return box.numel * array.dtype.itemsize
 
 
-def scale_of(dtype: np.dtype) -> float:
-    """Bytes are taken as brightness, as everyone does; other numbers as they are."""
-    return 1 / 255 if dtype == np.uint8 else 1.0
-
-
 def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a single number"
 
@@ -106,15 +112,12 @@ def npy(folder: str | Path, num_classes: int | None = None) -> Arrays:
 
     In a folder every file is one sample, or one label that is a volume, in the order of the names.
     """
-    folder = Path(folder)
-    images, labels = (_npy_or_files(folder, what) for what in (IMAGES, LABELS))
-    return Arrays(images, labels, str(folder), num_classes=num_classes)
-
-
-def _npy_or_files(folder: Path, what: str) -> np.ndarray | NpyFiles:
-    return (
-        NpyFiles(folder / what) if (folder / what).is_dir() else _open_npy(folder / f"{what}.npy")
+    paths = (Path(folder) / what for what in (IMAGES, LABELS))
+    images, labels = (
+        NpyFiles(path) if path.is_dir() else _open_npy(path.with_name(f"{path.name}.npy"))
+        for path in paths
     )
+    return Arrays(images, labels, str(Path(folder)), num_classes=num_classes)
 
 
 class NpyFiles:
@@ -203,3 +206,22 @@ def _open_zarr(folder: Path, what: str) -> Any:
     if "pickle" in description:
         raise ShardwiseError(f"{folder}/{what} holds pickles, which are never loaded")
     return array
+
+
+# -- scikit-learn's digits -------------------------------------------------------------------------
+
+
+def digits(subset: str = "train") -> Arrays:
+    """The digits for training or for testing, always divided in the same way.
+
+    >>> len(digits("train")), len(digits("test")), digits().shape
+    (1437, 360, (1, 8, 8))
+    """
+    check_subset(subset)
+    datasets = optional("sklearn.datasets", "the digits come with scikit-learn", "shardwise[train]")
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = np.asarray(pixels, dtype=np.uint8).reshape(-1, 1, 8, 8)
+    order = shuffled(len(images), seed=0, epoch=0)
+    chosen = {"test": order[:NUM_TEST], "train": order[NUM_TEST:], "all": np.sort(order)}[subset]
+    name = "digits" if subset == "all" else f"digits ({subset})"
+    return Arrays(images[chosen], labels[chosen], name, class_names(10), scale=1 / 16)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
-from .scikit_digits import check_subset
-from .source import Source
+from .source import Source, check_subset
 
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -61,12 +61,10 @@ class Cifar10(Source):
 
 def _open(path: Path) -> np.ndarray:
     """The records of a file, which must end where a record ends."""
-    try:
+    with system_errors_as(f"{path} cannot be read"):
         size = path.stat().st_size
         if size and size % RECORD_BYTES == 0:
             return np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, RECORD_BYTES)
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
     raise ShardwiseError(
         f"{path} is {size} bytes, and no whole number of CIFAR-10 records of {RECORD_BYTES} bytes: "
         "it is cut off, or of another format"

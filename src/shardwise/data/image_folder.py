@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
 from .source import Source, optional
@@ -46,10 +47,8 @@ class ImageFolder(Source):
         self.shape = (channels, *(size or self._size_of_first()))
 
     def _walk(self) -> list[Path]:
-        try:
+        with system_errors_as(f"{self.folder} cannot be read"):
             below = [path for path in self.folder.iterdir() if path.is_dir()]
-        except OSError as error:
-            raise ShardwiseError(f"{self.folder} cannot be read: {error.strerror}") from None
         return [path for folder in below for path in folder.rglob("*") if path.is_file()]
 
     def __len__(self) -> int:
@@ -85,10 +84,8 @@ class ImageFolder(Source):
 
     def _decoded(self, path: Path) -> np.ndarray:
         """The image of a file as channels x height x width."""
-        try:
+        with system_errors_as(f"{path} cannot be read"):
             content = path.read_bytes()
-        except OSError as error:
-            raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
         self.bytes_read += len(content)
         pillow, ops = (optional(f"PIL.{name}", *PILLOW) for name in ("Image", "ImageOps"))
         try:

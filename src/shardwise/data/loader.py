@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,11 +17,12 @@ from shardwise.geometry.box import Box
 
 from .augment import Augment, Views
 from .order import Batches, mixing_share
-from .prefetch import prefetched
 from .source import Source
 
 IGNORED = -100  # the class of padding, which torch's losses pass over
 BoxOf = Callable[[int], Box]
+T = TypeVar("T")
+END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -214,3 +217,22 @@ def _gather(
     for index, look, part in zip(chosen, looks, out, strict=True):
         if look is not None:
             look.put(read(index, look.box), part)
+
+
+def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """The items of an iterator, of which up to `depth` are made before they are asked for.
+
+    What the iterator raises is raised where the item would have come. Closing this ends the thread,
+    after the item that it is making.
+
+    >>> list(prefetched(iter("abc"), depth=2))
+    ['a', 'b', 'c']
+    """
+    with ThreadPoolExecutor(1, "shardwise-prefetch") as thread:
+        ahead = deque(thread.submit(next, items, END) for _ in range(depth))
+        try:
+            while (item := ahead.popleft().result()) is not END:
+                ahead.append(thread.submit(next, items, END))
+                yield item
+        finally:
+            thread.shutdown(cancel_futures=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 
-from .arrays import IMAGES, Zarr, npy
+from .arrays import IMAGES, Zarr, digits, npy
 from .cifar import TEST, TRAIN, Cifar10
 from .image_folder import ImageFolder
-from .scikit_digits import digits
 from .source import Source, bad_samples, check_on_error, without
 from .store import HEADER, Store
 from .synthetic import Synthetic

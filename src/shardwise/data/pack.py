@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from shardwise.errors import ShardwiseError
-from shardwise.files import sync, write_whole
+from shardwise.files import sync, system_errors_as, write_whole
 
 from .source import Source, check_on_error
 from .store import HEADER, LABEL, LABELS, Description, Header, Stripe, stripe_name
@@ -41,7 +41,7 @@ def pack(
     folder = Path(folder)
     if folder.exists():
         raise ShardwiseError(f"{folder} exists already: a store is never overwritten")
-    try:
+    with system_errors_as(f"{folder} cannot be written"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -52,8 +52,6 @@ def pack(
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-    except OSError as error:
-        raise ShardwiseError(f"{folder} cannot be written: {error.strerror or error}") from None
     return left_out
 
 

@@ -16,6 +16,7 @@ KINDS = "biuf"  # the kinds of numbers a sample may be made of; an object would 
 LABEL_KINDS = "iu"
 MAX_ITEM_BYTES = 8  # longer floats differ between machines
 ON_ERROR = ("raise", "skip")
+SUBSETS = ("train", "test", "all")
 
 
 class Source(ABC):
@@ -167,6 +168,12 @@ def check_on_error(on_error: str) -> None:
     """Raises unless this says what to do about a sample that cannot be read."""
     if on_error not in ON_ERROR:
         raise ShardwiseError(f"on_error={on_error!r} must be {' or '.join(map(repr, ON_ERROR))}")
+
+
+def check_subset(subset: str) -> None:
+    """Raises unless this is a subset that a data set can have."""
+    if subset not in SUBSETS:
+        raise ShardwiseError(f"subset={subset!r} must be one of {', '.join(SUBSETS)}")
 
 
 def optional(module: str, use: str, package: str) -> Any:

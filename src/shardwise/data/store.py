@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from shardwise.errors import ShardwiseError
-from shardwise.files import Checked, Strict
+from shardwise.files import Checked, Strict, system_errors_as
 from shardwise.geometry.box import Box
 
 from .source import Source, check_on_error
@@ -225,14 +225,11 @@ class Store(Source):
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
     """A whole file of exactly this size; a file cut off later would end the process, unseen."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size != num_bytes:
-                raise ShardwiseError(f"{path} is {size} bytes and was {num_bytes}: it is damaged")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be read: {error.strerror}") from None
+    with system_errors_as(f"{path} cannot be read"), path.open("rb") as file:
+        size = path.stat().st_size
+        if size != num_bytes:
+            raise ShardwiseError(f"{path} is {size} bytes and was {num_bytes}: it is damaged")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(content, "madvise"):
         content.madvise(mmap.MADV_RANDOM)  # else the system reads on, into what others will read:
         # it is told what to read, see Store.expect

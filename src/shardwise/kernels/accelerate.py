@@ -11,12 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.kernels import tuner
-from shardwise.kernels.batch_norm import FusedBatchNorm2d
 from shardwise.kernels.conv_shape import ConvShape, shape_of
 from shardwise.kernels.dispatch import KernelChoice
 from shardwise.kernels.ops import convolve
-from shardwise.kernels.relu import AppliedReLU, applied
-from shardwise.kernels.timed_layers import OWN, adopt
+from shardwise.kernels.timed_layers import OWN, AppliedReLU, FusedBatchNorm2d, adopt, applied
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
 from shardwise.modules import copy_structure
 from shardwise.units import parse_size

@@ -66,7 +66,8 @@ def forward(
     shape = shape_of(x, w, *settings)
     if shape is None or not _same(x, bias):
         return stock()
-    tensors = (_dense(x, shape.last), _dense(w, shape.filter_last), None, _plain(bias))
+    added = None if bias is None else bias.contiguous()
+    tensors = (_dense(x, shape.last), _dense(w, shape.filter_last), None, added)
     return _run("fwd", kernel, shape, tensors, shape.out, stock, relu)
 
 
@@ -143,10 +144,6 @@ def _same(x: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 def _dense(t: torch.Tensor, last: bool) -> torch.Tensor:
     return t.contiguous(memory_format=memory_format(last))
-
-
-def _plain(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 assert set(KERNELS) == set(DIRECTIONS)

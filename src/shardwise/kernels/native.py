@@ -95,16 +95,6 @@ class Library:
             keep,
         )
 
-    def im2col(self, problem: ConvProblem, x: torch.Tensor, columns: torch.Tensor) -> None:
-        double = x.dtype == torch.float64
-        self.lib.sw_im2col(double, ctypes.byref(problem), x.data_ptr(), columns.data_ptr())
-
-    def arena_peak_bytes(self) -> int:
-        return self.lib.sw_arena_peak()
-
-    def release_arena(self) -> None:
-        self.lib.sw_arena_release()
-
 
 def load(path: Path) -> Library:
     lib = ctypes.CDLL(str(path))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
 from math import inf
+from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 
+from shardwise.files import TimesFile
 from shardwise.kernels import dispatch
 from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
 from shardwise.kernels.dispatch import (
@@ -19,16 +26,51 @@ from shardwise.kernels.dispatch import (
     kernels_for,
     workspace_bytes,
 )
-from shardwise.kernels.kernel_times import Times, Winners
-from shardwise.kernels.native import DIRECTIONS
+from shardwise.kernels.native import DIRECTIONS, library
 from shardwise.kernels.ops import convolve
 
+Times = dict[str, float]  # seconds by kernel
+CPU = ("cpu family", "model\t", "model name", "stepping")  # what tells CPUs apart
 MEMORY_BYTES = 1 << 30  # of workspace, unless a limit is given
 ROUNDS = 3
 HOPELESS = 2.0  # times slower than the best: not timed again
 TRIAL = 4.0  # the same on a few samples, where what is done once (to the filters) weighs more
 LARGE = 500_000_000  # operations: worth a trial on a few samples first
 MARGIN = 0.97  # the stock operator is left only for a kernel that is surely faster
+
+
+@cache
+def cpu_name(keys: tuple[str, ...] = CPU) -> str:
+    """What the system says of the CPU."""
+    found: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = [line.split(":")[1].strip() for line in lines if line.startswith(keys)]
+    return " ".join(found[: len(keys)]) or platform.processor() or platform.machine()
+
+
+@dataclass
+class Winners(TimesFile):
+    """What was timed, by shape, direction and kernel, on this CPU with so many threads.
+
+    The fastest kernel is looked up, not stored, since limits may change.
+    """
+
+    threads: int
+    cpu: str = field(default_factory=cpu_name)
+
+    format = "shardwise-kernels-1"
+    kind = TypeAdapter(dict[str, dict[str, dict[str, Annotated[float, Field(gt=0, lt=inf)]]]])
+    what, remedy, raises = "times of kernels", "kernels are timed anew", False
+
+    @property
+    def name(self) -> str:
+        lib = library()
+        isa = lib.isa if lib is not None else "stock"
+        return f"kernels {self.cpu} {isa} {self.threads} threads torch {torch.__version__}"
+
+    def times(self, shape: ConvShape, direction: str) -> Times:
+        return self.seconds.get(shape.key, {}).get(direction, {})
 
 
 class Tuner:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 from shardwise.errors import ShardwiseError
@@ -206,16 +205,6 @@ def _shape(device: str, rate: float) -> str:
     """
     burst = max(int(rate / 2000), PACKET)
     return f"tc qdisc add dev {device} root tbf rate {int(rate * 8)}bit burst {burst} latency 100ms"
-
-
-def card_bytes(pid: int | str) -> tuple[int, int]:
-    """What the card of a process's host has received and sent."""
-    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "eth0":
-            fields = counts.split()
-            return int(fields[0]), int(fields[8])
-    return 0, 0
 
 
 # -- running a command on all hosts ----------------------------------------------------------------

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.workers import HOST, num_cores
+from shardwise.launch.workers import HOST, num_cores, run_local
 
 DEFAULT_WORLD = 2
 
@@ -87,6 +89,26 @@ def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -
     store = _meeting_point(rank, world, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+
+
+def run_on_workers(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 1800.0,
+    backend: str | None = None,
+) -> Any:
+    """What rank 0 returns, of local workers or of those of a launcher; there, None on the others.
+
+    >>> run_on_workers(sum, 2, [1, 2])
+    3
+    """
+    if not under_launcher():
+        return run_local(function, world, *args, timeout=timeout)[0]
+    init_from_environment(timeout, backend)
+    found, first = function(*args), dist.get_rank() == 0
+    dist.destroy_process_group()
+    return found if first else None
 
 
 def _meeting_point(rank: int, world: int, timeout: timedelta) -> dist.Store:

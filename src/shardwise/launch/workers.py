@@ -52,7 +52,7 @@ def run_local(
     workers: list[_Worker] = []
     try:
         for rank in range(world):
-            workers.append(_start(_Setup(rank, world, store.port, timeout, os.getcwd())))
+            workers.append(_start(rank, world, store.port, timeout))
         for worker in workers:
             with suppress(ConnectionError):  # it died; `_collect` says how
                 worker.connection.send((function, args))
@@ -69,43 +69,36 @@ def run_local(
 
 
 @dataclass(frozen=True)
-class _Setup:
-    rank: int
-    world: int
-    port: int
-    timeout: float
-    folder: str  # a worker starts where this program started, which may have moved since
-
-
-@dataclass(frozen=True)
 class _Worker:
     process: BaseProcess
     connection: Connection
 
 
-def _start(setup: _Setup) -> _Worker:
+def _start(*group: Any) -> _Worker:
+    """Starts a worker, which joins its group by rank, world, port and timeout."""
     # A fork server imports torch once for all workers, which takes seconds.
     known = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in known else "spawn")
     if "forkserver" in known:
         context.set_forkserver_preload(["torch.distributed", "shardwise.training.trainer"])
     mine, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(setup, theirs))
+    # A worker starts where the fork server started, and this program may have moved since.
+    process = context.Process(target=_work, args=(theirs, os.getcwd(), *group))
     process.start()
     theirs.close()
     return _Worker(process, mine)
 
 
-def _work(setup: _Setup, connection: Connection) -> None:
+def _work(connection: Connection, folder: str, *group: Any) -> None:
     """What a worker process does: joins the others, runs the function, reports, waits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        os.chdir(setup.folder)
+        os.chdir(folder)
         with warnings.catch_warnings():  # torch warns about the tree specs that it pickles itself
             warnings.simplefilter("ignore", FutureWarning)
             function, args = connection.recv()
-        _join_group(setup)
+        _join_group(*group)
         connection.send(("result", function(*args)))
     except LostPeer as error:
         connection.send(("lost", str(error)))
@@ -125,15 +118,13 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-def _join_group(setup: _Setup) -> None:
-    torch.set_num_threads(max(1, num_cores() // setup.world))
+def _join_group(rank: int, world: int, port: int, timeout: float) -> None:
+    torch.set_num_threads(max(1, num_cores() // world))
     if sys.platform == "linux":  # not the network card: its address may be unknown or filtered
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    seconds = timedelta(seconds=setup.timeout)
-    store = dist.TCPStore(HOST, setup.port, is_master=False, timeout=seconds)
-    dist.init_process_group(
-        "gloo", store=store, rank=setup.rank, world_size=setup.world, timeout=seconds
-    )
+    seconds = timedelta(seconds=timeout)
+    store = dist.TCPStore(HOST, port, is_master=False, timeout=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=seconds)
 
 
 def num_cores() -> int:

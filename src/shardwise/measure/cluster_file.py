@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils import _pytree as pytree
@@ -17,26 +18,24 @@ from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.measured_sums import Winner
 from shardwise.comm import Communicator
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.launchers import (
-    choose_world,
-    init_from_environment,
-    launched_switches,
-    under_launcher,
-)
-from shardwise.launch.workers import run_local
-from shardwise.measure.calibrate import Step, calibrated, calibration_plans
+from shardwise.launch.launchers import choose_world, launched_switches, run_on_workers
 from shardwise.measure.racing import Figures, measure_figures, measure_sums
 from shardwise.measure.timing import Speeds, device_name, measure_speeds, measure_works, to_cluster
 from shardwise.operators import Split
 from shardwise.planner.costs import Costs
-from shardwise.planner.layer_costs import Training
+from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import TimeTable, Work, all_works, first_layers, timer_for
+from shardwise.planner.simulate import simulate
+from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.request import PER_WORKER
 
 Times = dict[str, tuple[float, float]]  # of shares by their keys, forward and backward
 STEPS = 3  # of each plan that shows what messages cost amid computation
+LEAST, TINY = 0.1, 1e-7  # a factor, and seconds
+SEED = 11
+TRUST = 0.02  # an overhead that is twice the probed one weighs as much as an error of 2 %
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,16 @@ def probe(
     world = choose_world(workers)
     graphs = [spec.graph(PER_WORKER * world) for spec in specs]
     wanted = wanted_works(graphs, world)
-    if under_launcher():
-        init_from_environment()
-        gathered = Communicator().gather_objects(_measure(wanted, specs, again, sums))
-        first = dist.get_rank() == 0
-        dist.destroy_process_group()
-        if not first:
-            return None
-        found: list[Found] = gathered
-    else:
-        found = run_local(_measure, world, wanted, specs, again, sums)
+    found: list[Found] | None = run_on_workers(_measure, world, wanted, specs, again, sums)
+    if found is None:
+        return None
     times = _median_times([own.times for own in found])
     TimeTable(found[0].device, seconds=times).save()
     memory = int(_machine_memory() * 0.9) // world
     cluster = to_cluster([own.speeds for own in found], "probed", found[0].device, memory)
     cluster = _with_sums(cluster, found[0], launched_switches(world))
-    return _calibrated(cluster, graphs, found) if world > 1 and graphs else cluster
+    steps = _run_steps(cluster, graphs, found) if world > 1 else []
+    return calibrated(cluster, steps) if steps else cluster
 
 
 def _with_sums(cluster: Cluster, own: Found, switches: tuple[int, ...]) -> Cluster:
@@ -104,15 +97,15 @@ def _with_sums(cluster: Cluster, own: Found, switches: tuple[int, ...]) -> Clust
     return cluster.model_copy(update={"links": links, "sums": own.winners})
 
 
-def _calibrated(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) -> Cluster:
-    """The cluster whose overheads explain the steps that were run."""
+def _run_steps(cluster: Cluster, graphs: list[LayerGraph], found: list[Found]) -> list[Step]:
+    """The steps that were run, and what it takes to simulate them."""
     steps = []
     for number, graph in enumerate(graphs):
         timer = timer_for(cluster, graph)
         for place, plan in enumerate(calibration_plans(graph, cluster.world)):
             seconds = max(own.steps[number][place] for own in found)
             steps.append(Step(plan, graph, timer, Training(), seconds))
-    return calibrated(cluster, steps)
+    return steps
 
 
 def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
@@ -130,8 +123,8 @@ def wanted_works(graphs: list[LayerGraph], world: int) -> list[Work]:
     return list(works.values())
 
 
-def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool = False) -> Found:
-    """What this rank measures, all ranks at once as in training."""
+def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool) -> list[Found]:
+    """What every rank measures, all at once as in training."""
     comm = Communicator()
     device = device_name(torch.get_num_threads())
     known = TimeTable(device) if again else TimeTable.load(device)
@@ -145,11 +138,12 @@ def _measure(wanted: list[Work], specs: list[ModelSpec], again: bool, sums: bool
         steps = []
         for spec in progress.track(specs if comm.size > 1 else [], description="steps"):
             steps.append(_steps(spec, comm))
-    if not sums or comm.size == 1:
-        return Found(speeds, device, times, steps)
-    switches = launched_switches(comm.size)
-    figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
-    return Found(speeds, device, times, steps, figures, winners)
+    found = Found(speeds, device, times, steps)
+    if sums and comm.size > 1:
+        switches = launched_switches(comm.size)
+        figures, winners = measure_figures(comm, switches), measure_sums(comm, switches)
+        found = replace(found, figures=figures, winners=winners)
+    return comm.gather_objects(found)
 
 
 def _steps(spec: ModelSpec, comm: Communicator) -> list[float]:
@@ -188,3 +182,81 @@ def _machine_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 8 << 30
+
+
+# -- what messages cost amid computation -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step that was run, and what it takes to simulate it."""
+
+    plan: Plan
+    graph: LayerGraph
+    timer: Timer
+    training: Training
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What communication costs amid computation; steps take longer in proportion to each."""
+
+    message: float  # seconds, as the others; see Link
+    sum: float
+    post: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Overheads:
+        link = cluster.links[0]
+        return cls(link.latency, link.sum_latency or link.latency, link.post)
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The same cluster with these overheads."""
+        link, *others = cluster.links
+        changed = {"latency": self.message, "post": self.post}
+        changed |= {"sum_latency": self.sum} if link.sum_bandwidth else {}
+        return cluster.model_copy(update={"links": (link.model_copy(update=changed), *others)})
+
+
+def calibrated(cluster: Cluster, steps: Sequence[Step]) -> Cluster:
+    """The cluster with the overheads that explain these steps best.
+
+    On an idle machine a message takes less: in a step, the threads that move it wait for a core,
+    and ranks wait for the slowest of them. So a few steps are run, and the overheads of the
+    simulation are those that make both agree best.
+    """
+    probed = np.maximum(astuple(Overheads.of(cluster)), TINY)
+    tried = probed * np.vstack([np.ones(len(probed)), 1.0 + np.eye(len(probed))])  # each doubled
+    rows, missing = [], []
+    for step in steps:
+        base, *raised = (
+            simulate(step.plan, step.graph, changed, step.timer, step.training).seconds
+            for changed in (Overheads(*values).on(cluster) for values in tried.tolist())
+        )
+        # In parts of the step, so that short steps count as much as long ones.
+        rows.append([(seconds - base) / step.seconds for seconds in raised])
+        missing.append((step.seconds - base) / step.seconds)
+    factors = 1.0 + _fitted(np.array(rows), np.array(missing))
+    found = np.maximum(factors, LEAST) * probed
+    return Overheads(*found.tolist()).on(cluster)
+
+
+def _fitted(rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """How much larger each overhead is; those that the steps hardly show stay as probed."""
+    trust = TRUST * np.sqrt(len(rows)) * np.eye(rows.shape[1])
+    rows = np.concatenate([rows, trust])
+    missing = np.concatenate([missing, np.zeros(len(trust))])
+    return np.linalg.lstsq(rows, missing, rcond=None)[0]
+
+
+def calibration_plans(graph: LayerGraph, world: int) -> list[Plan]:
+    """Plans that show both: many messages of all kinds, and sums of statistics and gradients."""
+    early = {layer.name for layer in graph.layers[: len(graph.layers) // 2]}
+
+    def halves(first: str, second: str) -> Plan:
+        """One split for the first half of the layers, another for the rest."""
+        a, b = (Plan.uniform(graph, world, **{axis: world}) for axis in (first, second))
+        return Plan.make(graph, world, lambda la: (a if la.name in early else b).config(la, graph))
+
+    return [Plan.random(graph, world, SEED), halves("h", "n"), halves("c", "f")]

@@ -13,8 +13,7 @@ import torch
 
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.comm import Communicator, Pending
-from shardwise.kernels.kernel_times import cpu_name
-from shardwise.kernels.tuner import seconds
+from shardwise.kernels.tuner import cpu_name, seconds
 from shardwise.operators import STRATEGIES, Local, Split
 from shardwise.planner.layer_times import Work
 
@@ -67,11 +66,12 @@ def measure_works(
 def _measure(
     work: Work, scratch: torch.Tensor, runs: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    local, tensors, fresh = _share(work)
+    local, tensors = _share(work)
     strategy = STRATEGIES[work.layer.op]
     forward, backward, begin = [], [], time.perf_counter()
     for run in range(runs + 1):
-        operands = fresh(tensors)
+        # What is overwritten must not be a leaf.
+        operands = [tensors[0] * 1.0, *tensors[1:]] if local.in_place else tensors
         scratch.fill_(run)
         start = clock()
         with torch.enable_grad():
@@ -89,9 +89,7 @@ def _measure(
     return statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0])
 
 
-def _share(
-    work: Work,
-) -> tuple[Local, list[torch.Tensor], Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
+def _share(work: Work) -> tuple[Local, list[torch.Tensor]]:
     """A rank's share of a layer with random operands; sums and gathers stay on this rank."""
     layer, strategy = work.layer, STRATEGIES[work.layer.op]
     split = Split(layer, work.config, work.world)
@@ -99,7 +97,6 @@ def _share(
     sums = strategy.sums(split)
     box = sums[work.rank] if sums is not None else None
     result = (strategy.partial(split) or strategy.output(split))[work.rank]
-    in_place = layer.traits.in_place and work.input_gradient
     local = Local(
         layer,
         work.config,
@@ -110,19 +107,14 @@ def _share(
         gather=tuple(_gathered(target.shape) for _, target in strategy.gathers(split)),
         later=lambda gradients: gradients(),
         module=SimpleNamespace(training=True, momentum=0.1),
-        in_place=in_place,
+        in_place=layer.traits.in_place and work.input_gradient,
     )
     tensors = []
     for operand, need in zip(layer.operands, needs, strict=True):
         tensor = torch.rand(need.shape) * 0.1
         trains = operand.kind == "param" or (operand.kind == "value" and work.input_gradient)
         tensors.append(tensor.requires_grad_(trains))
-
-    def fresh(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What is overwritten must not be a leaf."""
-        return [leaves[0] * 1.0, *leaves[1:]] if in_place else leaves
-
-    return local, tensors, fresh
+    return local, tensors
 
 
 def _gathered(shape: tuple[int, ...]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:

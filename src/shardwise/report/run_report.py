@@ -24,8 +24,7 @@ from shardwise.files import first_mistake
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.history import read_history
-from shardwise.report.page import write_page
-from shardwise.report.page_data import contents, title_of
+from shardwise.report.page import contents, title_of, write_page
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.request import PlanRequest, examined
 

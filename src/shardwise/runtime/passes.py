@@ -164,8 +164,8 @@ def _call(
 
 def _count_batches(modules: Sequence[Any]) -> None:
     """Batch norm counts the batches it has seen, on ranks without any of its samples too."""
-    counters = [module.num_batches_tracked for module in modules if module.training]
-    counters = [counter for counter in counters if counter is not None]
+    found = (getattr(module, "num_batches_tracked", None) for module in modules if module.training)
+    counters = [counter for counter in found if counter is not None]
     if len(set(map(id, counters))) == len(counters) > 0:
         torch._foreach_add_(counters, 1)
     else:  # a module that runs twice counts twice

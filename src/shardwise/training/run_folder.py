@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import sys
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.files import write_whole
+from shardwise.files import system_errors_as, write_whole
 from shardwise.launch.launchers import num_restarts
 from shardwise.plans.trace import Trace
 from shardwise.report.run_report import CONFIG, METRICS, PLAN, TRACE
@@ -53,6 +59,24 @@ def _choose(settings: Settings) -> Path:
     return Path(HOME) / f"{name}-{number}"
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch came to."""
+
+    number: int
+    loss: float
+    test_loss: float | None
+    accuracy: float | None  # on the test samples, 0 to 1
+    samples_per_second: float
+
+    def __str__(self) -> str:
+        tested = "" if self.accuracy is None else f"  test accuracy {100 * self.accuracy:.2f} %"
+        return (
+            f"epoch {self.number:3d}  loss {self.loss:.4f}{tested}  "
+            f"{self.samples_per_second:.0f} samples/s"
+        )
+
+
 class RunFolder:
     """What rank 0 writes while a run goes on; on other ranks nothing happens."""
 
@@ -67,7 +91,7 @@ class RunFolder:
         """Writes what is known at the start; metrics go on from where a checkpoint had them."""
         if not self._first:
             return
-        try:
+        with system_errors_as(f"the run {str(self.path)!r} cannot be written"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / CONFIG, json.dumps(settings, indent=1) + "\n")
             write_whole(self.path / PLAN, plan_json)
@@ -76,10 +100,6 @@ class RunFolder:
                 self._metrics.truncate(resumed_bytes or 0)
                 self._metrics.seek(resumed_bytes or 0)
             self._curves = _event_writer(self.path / CURVES, step)
-        except OSError as error:
-            raise ShardwiseError(
-                f"the run {str(self.path)!r} cannot be written: {error.strerror}"
-            ) from None
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +111,7 @@ class RunFolder:
         if self._metrics is None:
             return
         line = json.dumps(values, allow_nan=False) + "\n"
-        try:
+        with system_errors_as(f"{str(self.path / METRICS)!r} cannot be written"):
             self._metrics.write(line.encode())
             self._metrics.flush()
             if self._curves is not None:
@@ -99,14 +119,28 @@ class RunFolder:
                     if isinstance(value, float):
                         self._curves.add_scalar(name, value, values["step"])
                 self._curves.flush()
-        except OSError as error:
-            raise ShardwiseError(
-                f"{str(self.path / METRICS)!r} cannot be written: {error.strerror}"
-            ) from None
 
-    def save_trace(self, trace: Trace) -> None:
+    def add_step(self, step: int, loss: float, lr: float, rate: float) -> None:
+        finite = loss if isfinite(loss) else None
+        self.add(step=step, loss=finite, lr=lr, samples_per_second=rate)
+
+    def add_trace(self, step: int, trace: Trace) -> None:
+        """A step was written down: its trace is for the report, its waits are for everybody."""
         if self._first:
             trace.save(self.path / TRACE)
+        exposed, overlap = float(trace.exposed.mean()), float(trace.overlap)
+        seconds = float(trace.seconds)
+        self.add(step=step, exposed_seconds=exposed, overlap=overlap, step_seconds=seconds)
+
+    def add_epoch(self, step: int, epoch: Epoch, memory: list[int]) -> None:
+        tested = {"test_loss": epoch.test_loss, "accuracy": epoch.accuracy}
+        self.add(
+            step=step,
+            epoch=epoch.number,
+            epoch_loss=epoch.loss,
+            memory_bytes=memory,
+            **{name: value for name, value in tested.items() if value is not None},
+        )
 
     def close(self) -> None:
         for file in (self._metrics, self._curves):
@@ -121,3 +155,11 @@ def _event_writer(folder: Path, step: int) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes this rank has held at most."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

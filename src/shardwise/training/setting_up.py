@@ -1,7 +1,10 @@
-"""From settings to the parts of a run: samples, model, weights and plan."""
+"""From settings to the parts of a run: samples, model, weights, plan, and whether bf16 works."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +13,6 @@ from torch import nn
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.data import Augment, Source, flips
-from shardwise.data.opening import open_pair
 from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.planner.costs import Costs
@@ -25,17 +27,8 @@ from shardwise.specs.request import best_plan
 from .settings import Settings
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights
-
-
-def open_samples(settings: Settings) -> tuple[Source, Source | None]:
-    """The samples for training, and those for testing where there are any."""
-    return open_pair(
-        settings.data,
-        settings.test_data,
-        size=settings.size,
-        num_classes=settings.num_classes,
-        on_error=settings.on_error,
-    )
+VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+TRIAL = "import torch; torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()"
 
 
 def make_augment(settings: Settings, source: Source) -> Augment:
@@ -106,3 +99,18 @@ def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
         output=settings.output,
     )
     return Costs(graph, machines, timer_for(machines, graph), training)
+
+
+def check_bf16(device: torch.device) -> None:
+    """Raises where a product of matrices would end the process.
+
+    A processor may name AMX units that its operating system, or the sandbox around it, does not let
+    programs use; oneDNN uses them all the same. So another process tries.
+    """
+    if device.type != "cpu" or VARIABLE in os.environ or not torch.cpu._is_amx_tile_supported():
+        return
+    if subprocess.run([sys.executable, "-c", TRIAL], capture_output=True).returncode < 0:
+        raise ShardwiseError(
+            "precision=bf16: this machine does not let programs use the AMX units that its "
+            f"processor names; set {VARIABLE}={WITHOUT_AMX} in the environment"
+        )

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ShardwiseError
+from shardwise.files import system_errors_as
 
 
 def _number(value: Any) -> Any:
@@ -37,6 +38,7 @@ def _number(value: Any) -> Any:
 
 Real = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, lt=1)]
 
 
@@ -74,9 +76,7 @@ class Settings(BaseModel):
     crop: tuple[Count, ...] | None = _field(None, "Data", "Cut windows of this size, by chance.")
     padding: int = _field(0, "Data", "Zeros around samples that are cut.", ge=0)
     mean: tuple[Real, ...] = _field((), "Data", "Subtract these, one per channel.")
-    std: tuple[Annotated[Real, Field(gt=0)], ...] = _field(
-        (), "Data", "Divide by these, one per channel."
-    )
+    std: tuple[Positive, ...] = _field((), "Data", "Divide by these, one per channel.")
     mixup: Real = _field(0.0, "Data", "Mix pairs of samples, by Beta(a, a); 0: do not.", ge=0, le=8)
     prefetch: int = _field(2, "Data", "Batches that are read ahead.", ge=0)
 
@@ -101,14 +101,12 @@ class Settings(BaseModel):
     precision: Literal["float32", "bf16", "float64"] = _field(
         "float32", "Workers", "What layers compute in; weights stay float32 with bf16."
     )
-    timeout: Annotated[Real, Field(gt=0)] = _field(
-        1800.0, "Workers", "Seconds that a rank waits for another."
-    )
+    timeout: Positive = _field(1800.0, "Workers", "Seconds that a rank waits for another.")
 
     optimizer: Literal["sgd", "adam", "adamw", "lars"] = _field(
         "sgd", "Optimizer", "The optimizer."
     )
-    lr: Annotated[Real, Field(gt=0)] = _field(0.05, "Optimizer", "Learning rate at its highest.")
+    lr: Positive = _field(0.05, "Optimizer", "Learning rate at its highest.")
     lr_batch: Count | None = _field(
         None, "Optimizer", "Scale the learning rate by batch over this many samples."
     )
@@ -116,8 +114,8 @@ class Settings(BaseModel):
     nesterov: bool = _field(True, "Optimizer", "Nesterov's momentum, of sgd.")
     betas: tuple[Share, Share] = _field((0.9, 0.999), "Optimizer", "Of adam and adamw.")
     weight_decay: Real = _field(5e-4, "Optimizer", "The optimizer's weight decay.", ge=0)
-    trust: Annotated[Real, Field(gt=0)] = _field(0.001, "Optimizer", "The coefficient of lars.")
-    clip: Annotated[Real, Field(gt=0)] | None = _field(
+    trust: Positive = _field(0.001, "Optimizer", "The coefficient of lars.")
+    clip: Positive | None = _field(
         None, "Optimizer", "The largest norm that all gradients together may have."
     )
 
@@ -126,7 +124,7 @@ class Settings(BaseModel):
     )
     warmup_epochs: Real = _field(0.0, "Schedule", "Epochs in which the learning rate rises.", ge=0)
     milestones: tuple[Real, ...] = _field((30, 60, 80), "Schedule", "Epochs at which step falls.")
-    gamma: Annotated[Real, Field(gt=0)] = _field(0.1, "Schedule", "By which factor step falls.")
+    gamma: Positive = _field(0.1, "Schedule", "By which factor step falls.")
 
     epochs: Count = _field(10, "Run", "Passes over the training samples.")
     steps: Count | None = _field(None, "Run", "Train for so many steps instead of epochs.")
@@ -178,12 +176,10 @@ def read_settings(path: str | Path | None, given: Mapping[str, Any] | None = Non
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
+    with system_errors_as(f"the settings {str(path)!r} cannot be read"):
+        written = path.read_bytes()
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ShardwiseError(
-            f"the settings {str(path)!r} cannot be read: {error.strerror}"
-        ) from None
+        data = yaml.safe_load(written.decode())
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         first = " ".join(str(error).split())
         raise ShardwiseError(f"{str(path)!r} is not YAML: {first}") from None

@@ -8,33 +8,59 @@ from math import ceil, inf, isfinite
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoint import Checkpoints
 from shardwise.comm import Communicator
 from shardwise.data import Batch, Loader, Source
-from shardwise.data.opening import check_alike
+from shardwise.data.opening import check_alike, open_pair
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.tuner import tuning
+from shardwise.launch.launchers import choose_world, run_on_workers, under_launcher
 from shardwise.model.capture import ModelGraphs
 from shardwise.planner.planned import examine
 from shardwise.plans.plan import Plan
 from shardwise.report import write_report
 from shardwise.runtime.agreement import together
 from shardwise.runtime.parallel import ParallelModel, of, parallelize
+from shardwise.specs.plan_spec import PlanSpec
 
-from .bf16 import check_bf16
-from .journal import Epoch, Journal, memory_held
 from .losses import Losses
 from .out_of_memory import explained
 from .progress import ProgressBars, Speed
 from .recipe import make_optimizer, rate_at, set_rate
-from .run_folder import CHECKPOINTS, RunFolder, choose_folder, resumes
-from .setting_up import DTYPES, build_model, choose_plan, make_augment, make_costs, open_samples
+from .run_folder import CHECKPOINTS, Epoch, RunFolder, choose_folder, memory_held, resumes
+from .setting_up import DTYPES, build_model, check_bf16, choose_plan, make_augment, make_costs
 from .settings import Settings
 from .stopping import StopSignal
 
 TRACED = 2  # the step of an epoch that is written down: the first one still gets ready
+
+
+def train(settings: Settings) -> list[Epoch]:
+    """Trains and returns what each epoch came to; under a launcher, on rank 0 only.
+
+    >>> history = train(Settings(workers=2, epochs=3))
+    """
+    meant = PlanSpec.parse(settings.plan, settings.split)
+    world = choose_world(settings.workers, meant.num_workers)
+    meant.check_workers(world)
+    return run_on_workers(_fit, world, settings, timeout=settings.timeout) or []
+
+
+def _fit(settings: Settings) -> list[Epoch]:
+    return Trainer(settings, device=_device()).fit()
+
+
+def _device() -> torch.device:
+    """A launcher's workers have a GPU each, or none; local ones share those of this machine."""
+    launched = under_launcher()
+    if not torch.cuda.is_available() or (launched and dist.get_backend() != "nccl"):
+        return torch.device("cpu")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    number = torch.cuda.current_device() if launched else rank % torch.cuda.device_count()
+    return torch.device("cuda", number)
 
 
 class Trainer:
@@ -70,7 +96,8 @@ class Trainer:
         self.given = {"model": model is not None, "data": train is not None}  # and not named
         self.name = settings.model if model is None else type(model).__name__
         if train is None:
-            train, test = open_samples(settings)
+            options = {n: getattr(settings, n) for n in ("size", "num_classes", "on_error")}
+            train, test = open_pair(settings.data, settings.test_data, **options)
         self.folder = RunFolder(choose_folder(settings, self.comm), first)
         self.model = self._parallel(model or build_model(settings, train), train)
         self.optimizer = make_optimizer(settings, self.model)
@@ -80,7 +107,6 @@ class Trainer:
         self.total, self.count = 0.0, 0  # the losses of this epoch's samples so far
         self.history: list[Epoch] = []
         self.view = ProgressBars(first, ceil(self._num_epochs()), quiet)
-        self.journal = Journal(self.folder, self.view)
         place = self.folder.path / CHECKPOINTS
         self.checkpoints = Checkpoints(place, settings.keep, comm=self.comm)
         written = self._go_on()
@@ -169,7 +195,7 @@ class Trainer:
             recent.add(batch.size)
             if self.step % settings.log_every == 0 or self.step == 1:
                 lr = float(self.optimizer.param_groups[0]["lr"])
-                self.journal.step(self.step, loss, lr, recent.take())
+                self.folder.add_step(self.step, loss, lr, recent.take())
             self.view.step(loss, speed.rate())
             if settings.checkpoint_every and self.step % settings.checkpoint_every == 0:
                 self._save()
@@ -208,7 +234,9 @@ class Trainer:
         if self.loader.batches.position in (0, self.loader.batches.end):  # else a run ends within
             self.total, self.count = 0.0, 0
         self.history.append(epoch)
-        self.journal.epoch(self.step, epoch, self.comm.gather_objects(memory_held(self.device)))
+        memory = self.comm.gather_objects(memory_held(self.device))
+        self.folder.add_epoch(self.step, epoch, memory)
+        self.view.epoch_done(number, str(epoch), epoch.accuracy)
         if self.settings.checkpoint_every is None:
             self._save()
 
@@ -286,7 +314,8 @@ class Trainer:
     def _tracing(self) -> Iterator[None]:
         with of(self.model).record() as trace:
             yield
-        self.journal.traced(self.step + 1, trace)
+        self.folder.add_trace(self.step + 1, trace)
+        self.view.exposed(float(trace.exposed.mean()), trace.seconds)
 
     def _complain(self, x: torch.Tensor, batch: Batch, value: float) -> None:
         """Stops at a loss that is not finite."""

@@ -1,31 +1,72 @@
-"""Verifying a model by name: builds it, makes plans, and compares each with one device."""
+"""Verifying a model by name: makes it, its inputs and plans, and compares each with one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm import Communicator
 from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerError, one_line
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.launch.launchers import choose_world, init_from_environment, under_launcher
-from shardwise.launch.workers import run_local
+from shardwise.launch.launchers import choose_world, run_on_workers
 from shardwise.model.torch_export import Captured
 from shardwise.plans.plan import FLOAT, Plan
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.verify.comparison import Comparison
-from shardwise.verify.inputs import draw_inputs
 from shardwise.verify.proof import compare
 from shardwise.verify.results import PlanResult
 
+WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
+COMPLEX = ("complex64", "complex128")
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DEVICES = ("cpu", "cuda")
+
+
+def parse_input(text: str) -> tuple[str, str]:
+    """What is said of an input's shape, and its kind, with a bound for whole numbers.
+
+    >>> parse_input("2x3x224x224"), parse_input("2x16:int64:1000")
+    (('2x3x224x224', 'float'), ('2x16', 'int64:1000'))
+    """
+    shape, _, kind = text.partition(":")
+    dtype, _, bound = kind.partition(":")
+    known = dtype in ("", FLOAT, *WHOLE, *COMPLEX)
+    if not known or (bound and not (dtype in WHOLE and bound.isdigit() and int(bound))):
+        raise ShardwiseError(
+            f"input {text!r}: {kind!r} must be {', '.join((FLOAT, *WHOLE, *COMPLEX))}, and of "
+            "whole numbers may have a bound, as in 2x16:int64:1000"
+        )
+    return shape, kind or FLOAT
+
+
+def draw_inputs(
+    shapes: Sequence[tuple[int, ...]], kinds: Sequence[str], dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The same random inputs every time; whole numbers are 0 or 1 where no bound is given.
+
+    Those of kind `FLOAT` are of the dtype that the model is verified in.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        _draw(shape, kind, dtype, generator) for shape, kind in zip(shapes, kinds, strict=True)
+    )
+
+
+def _draw(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    name, _, bound = kind.partition(":")
+    if name in WHOLE:
+        high = int(bound or 2)
+        return torch.randint(high, shape, generator=generator).to(getattr(torch, name))
+    wide = torch.complex128 if name in COMPLEX else torch.float64
+    drawn = torch.randn(shape, dtype=wide, generator=generator)
+    return drawn.to(dtype if name == FLOAT else getattr(torch, name))
 
 
 @dataclass(frozen=True)
@@ -80,15 +121,11 @@ def verify_model(request: VerifyRequest) -> list[PlanResult]:
     graphs = _graphs(request, model)
     del model  # every worker builds its own: memory for one less
     plans = _plans(request, graphs[True], world)
-    job = (request, graphs, plans)
-    if under_launcher():
-        cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
-        init_from_environment(backend="gloo" if cpu else None)
-        comparisons = _compare_plans(*job)
-        dist.destroy_process_group()
-    else:
-        with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
-            comparisons = run_local(_compare_plans, world, *job)[0]
+    cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
+    backend = "gloo" if cpu else None
+    with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
+        job = (request, graphs, plans)
+        comparisons = run_on_workers(_compare_plans, world, *job, backend=backend) or []
     return [
         PlanResult(label, plan, tuple(found))
         for (label, plan), found in zip(plans.items(), comparisons, strict=False)
@@ -167,7 +204,7 @@ def _compare_plans(
             found.append(
                 compare(model, plan, inputs, comm, request.num_steps, known, request.training)
             )
-    return found if comm.rank == 0 else []
+    return found
 
 
 def _model(request: VerifyRequest) -> nn.Module:

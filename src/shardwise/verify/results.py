@@ -18,20 +18,6 @@ MOST_NAMED = 3  # tensors that differ
 
 
 @dataclass(frozen=True)
-class KindResult:
-    """The tensors of one kind: how many were compared, and the worst of them."""
-
-    kind: str
-    num_tensors: int
-    num_undetermined: int
-    worst: Comparison
-
-    @property
-    def passed(self) -> bool:
-        return self.worst.passed
-
-
-@dataclass(frozen=True)
 class PlanResult:
     """What came of one plan."""
 
@@ -48,19 +34,10 @@ class PlanResult:
         """The largest relative error of all tensors."""
         return max((c.error for c in self.comparisons), default=0.0)
 
-    def by_kind(self) -> list[KindResult]:
-        """One entry for each kind of tensor that the model has."""
+    def by_kind(self) -> dict[str, list[Comparison]]:
+        """The tensors of each kind that the model has."""
         groups = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
-        return [
-            KindResult(
-                kind,
-                len(group),
-                sum(c.undetermined for c in group),
-                max(group, key=lambda c: (c.severity, c.error)),
-            )
-            for kind, group in groups.items()
-            if group
-        ]
+        return {kind: group for kind, group in groups.items() if group}
 
 
 def summary(results: Sequence[PlanResult]) -> list[str]:
@@ -107,8 +84,12 @@ def _about_noise(comparisons: Sequence[Comparison]) -> list[str]:
     return lines
 
 
+def worst_of(comparisons: Sequence[Comparison]) -> Comparison:
+    return max(comparisons, key=lambda c: (c.severity, c.error))
+
+
 def _worst(comparisons: Sequence[Comparison]) -> str:
-    worst = max(comparisons, key=lambda c: (c.severity, c.error))
+    worst = worst_of(comparisons)
     known = f"relative error {worst.error:.1e}, limit {limit_of(worst)}"
     if any(c.noise is not None for c in comparisons):
         return f"worst: {worst.label}, {known}"

@@ -1,4 +1,4 @@
-"""Commands that measure: `verify`, `kernels` and `probe`."""
+"""Commands about models: `plan`, `simulate`, `verify`, `kernels` and `probe`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from shardwise.cli.options import (
     AsJson,
     Batch,
     Classes,
+    ClusterWorkers,
+    Gradients,
+    Html,
+    MachineOption,
+    Memory,
     Model,
     Options,
     Shapes,
@@ -33,6 +38,98 @@ Inputs = Annotated[
         "is one of whole numbers below 1000.",
     ),
 ]
+
+
+def plan(
+    model: Model,
+    cluster: MachineOption = "local",
+    workers: ClusterWorkers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    memory: Memory = None,
+    gradients: Gradients = "buckets:8MiB",
+    output: Annotated[
+        str, typer.Option(help="full: every rank gets the whole output; local: its part.")
+    ] = "full",
+    explain: Annotated[
+        list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    html: Html = None,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Find the best split of every layer, and compare it with others.
+
+    Costs come from the cluster's description; --cluster takes the file that `shardwise probe`
+    writes, so that they are measured.
+    """
+    from shardwise.cli.tables import explain_table, trace_lines
+    from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
+    from shardwise.report import contents, title_of, write_page
+    from shardwise.specs.request import PlanRequest, best_plan
+
+    spec = model_spec(model, shape, batch, option, num_classes)
+    request = PlanRequest(spec, cluster, workers, output=output)
+    with working(f"planning {model}"):
+        found = best_plan(request.costs(), gradients, memory)
+    if save is not None:
+        found.save(save)
+    if html is not None:
+        write_page(html, contents(found, title_of(model, found)))
+    console = wide_console()
+    if json:
+        print(dumps(as_data(found, explain or [])))
+        return
+    for layer in explain or []:
+        console.print(explain_table(found, layer))
+    if not explain:
+        console.print(plan_table(found), rivals_table(found))
+    for line in [*trace_lines(found.findings.trace), *found.idle()]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def simulate(
+    model: Model,
+    cluster: MachineOption = "local",
+    workers: ClusterWorkers = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    plan: Annotated[str, typer.Option(help="auto (the best found), owt, or a plan file.")] = "auto",
+    split: Split = None,
+    gradients: Gradients = "buckets:8MiB",
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
+    ] = None,
+    html: Html = None,
+    json: AsJson = False,
+    num_classes: Classes = None,
+    option: Options = None,
+) -> None:
+    """Simulate one training step on a cluster, on thousands of workers if need be."""
+    from shardwise.cli.tables import trace_lines
+    from shardwise.report import contents, title_of, write_page
+    from shardwise.specs.plan_spec import PlanSpec
+    from shardwise.specs.request import PlanRequest, examined, simulated, trace_data
+
+    spec = model_spec(model, shape, batch, option, num_classes)
+    chosen = PlanSpec.parse(plan, split)
+    request = PlanRequest(spec, cluster, workers, gradients=gradients, plan=chosen)
+    with working(f"simulating {model}"):
+        if html is None:
+            step = simulated(request)
+        else:
+            found = examined(request)
+            step = found.findings.trace
+            write_page(html, contents(found, title_of(model, found)))
+    if trace is not None:
+        step.save(trace)
+    if json:
+        print(dumps(trace_data(step)))
+        return
+    for line in trace_lines(step):
+        print(line)
 
 
 def verify(
@@ -66,8 +163,7 @@ def verify(
     tensor differs by more than that. Also runs under torchrun or mpirun.
     """
     from shardwise.specs.plan_spec import PlanSpec
-    from shardwise.verify.by_name import VerifyRequest, verify_model
-    from shardwise.verify.inputs import parse_input
+    from shardwise.verify.by_name import VerifyRequest, parse_input, verify_model
 
     inputs = [parse_input(text) for text in shape or []]
     meant = [] if plan is None else [PlanSpec(plan)]
@@ -127,12 +223,12 @@ def kernels(
     One row for each layer and direction: Gflop/s of the stock operator and of each kernel. What was
     timed before is not timed again; times are in ~/.cache/shardwise (or $SHARDWISE_CACHE).
     """
-    from shardwise.cli.kernel_table import KernelRequest, kernel_table, time_kernels
+    from shardwise.cli.tables import kernel_table, time_kernels
 
     spec = model_spec(model, shape, batch, option, num_classes)
-    request = KernelRequest(spec, threads, layout, memory, exact)
     with working(f"timing the kernels of {model}") as status:
-        rows = time_kernels(request, lambda name: status.update(f"timing {model}: {name}"))
+        how = (threads, layout, memory, exact)
+        rows = time_kernels(spec, *how, lambda name: status.update(f"timing {model}: {name}"))
     if json:
         print(dumps([row.data() for row in rows]))
     else:
