@@ -12,6 +12,7 @@ Times are medians of turns of several steps with SGD and momentum; ratios are sh
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -123,23 +124,24 @@ def parallel_of(plain: nn.Module, x: torch.Tensor, **options: Any) -> nn.Module:
     return parallelize(plain, Plan.uniform(capture(plain, x)), **options)
 
 
-def peak_memory(make: Callable[[], Trained]) -> int:
-    """The most bytes that are held while a model trains, beside what was held before."""
+def made(make: Callable[[], Trained]) -> tuple[Trained, int]:
+    """A model, and the most bytes that are held while it trains, beside what was held before."""
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     trained = make()
-    trained.steps(2)
+    trained.steps(3)
     torch.cuda.reset_peak_memory_stats()
     trained.steps(2)
-    return torch.cuda.max_memory_allocated() - before
+    return trained, torch.cuda.max_memory_allocated() - before
 
 
 def in_turns(models: dict[str, Trained], rounds: int, seconds: float = 0.4) -> dict[str, Any]:
     """Median seconds of a step of each, and quartiles of the ratio of the second to the first."""
     first = next(iter(models))
     for trained in models.values():
-        trained.steps(3)
+        trained.steps(6)
     count = max(2, round(seconds / (models[first].steps(4) / 4)))
     times: dict[str, list[float]] = {name: [] for name in models}
     for index in range(rounds):
@@ -157,8 +159,9 @@ def eager(name: str, case: Case, half: bool, rounds: int) -> dict[str, Any]:
         "plain": lambda: Trained(plain_of(case, half), case, x, half),
         "shardwise": lambda: Trained(parallel_of(plain_of(case, half), x), case, x, half),
     }
-    memory = {key: peak_memory(make) for key, make in makers.items()}
-    row = in_turns({key: make() for key, make in makers.items()}, rounds)
+    both = {key: made(make) for key, make in makers.items()}
+    memory = {key: held for key, (_, held) in both.items()}
+    row = in_turns({key: trained for key, (trained, _) in both.items()}, rounds)
     images = {f"{k} images/s": case.batch / (1e-3 * row[f"{k} ms"]) for k in makers}
     held = {"plain GiB": memory["plain"] / 2**30, "memory": memory["shardwise"] / memory["plain"]}
     return {"network": name, "types": "bf16" if half else "float32", **row, **images, **held}
@@ -203,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=["eager", "compiled", "graphs"])
     parser.add_argument("--networks", nargs="*", default=list(CASES))
+    parser.add_argument("--types", nargs="*", default=["float32", "bf16"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
@@ -218,7 +222,8 @@ def main() -> None:
         if "eager" in arguments.what:
             jobs += [
                 lambda name=name, case=case, half=half: eager(name, case, half, arguments.rounds)
-                for half in (False, True)
+                for half in (True, False)
+                if ("bf16" if half else "float32") in arguments.types
             ]
         if "compiled" in arguments.what and name in ("resnet50", "vgg16", "unet3d"):
             jobs.append(lambda name=name, case=case: compiled(name, case, arguments.rounds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from math import prod
 from typing import Any
 
@@ -165,10 +164,18 @@ class Cat(Moves):
         return tuple(needs)
 
     def run(self, local: Local[DimAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
-        parts = [t for t, box in zip(tensors, local.needs, strict=True) if not box.empty]
-        kind = reduce(torch.promote_types, [t.dtype for t in tensors])  # of those elsewhere too
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, local.attrs.dim)
-        return joined.to(kind)
+        return self.lower(local)(tensors)
+
+    def lower(self, local: Local[DimAttrs]) -> Function:
+        held = [index for index, box in enumerate(local.needs) if not box.empty]
+        dim, dtype = local.attrs.dim, local.layer.dtype  # which those elsewhere decide too
+
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            parts = [tensors[index] for index in held]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            return joined if joined.dtype is dtype else joined.to(dtype)
+
+        return run
 
 
 CHUNKS = ("chunk", "split", "split_with_sizes")
