@@ -16,7 +16,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train quick test test-deep lint format bench outside clean
+.PHONY: help setup browser train quick test test-deep test-gpu lint format bench outside clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,10 @@ test: setup browser  ## run the tests
 
 test-deep: setup  ## run the tests, those that take minutes included
 	$(BIN)/python -m pytest -m "deep or not deep" $(SHARED)
+
+# With the user's own torch: `make test-gpu PYTHON=python`, where pytest and this package's needs are.
+test-gpu:  ## run the tests of GPUs, with the PYTHON that has a torch for them
+	PYTHONPATH=src:tests $(PYTHON) -m pytest -q tests/gpu
 
 lint: setup  ## check style, format and types
 	$(BIN)/ruff check .

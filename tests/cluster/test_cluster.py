@@ -15,6 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.units import parse_flops, parse_rate, parse_ratio, parse_seconds, parse_size
 
 PAPERS = {"k80x16", "p100-4x4", "lassen", "cori-haswell", "taihulight", "xeon5120-edr"}
+TODAY = {"h100x8", "h200x8", "a100x4-pcie", "workstations-2"}
 GOOD: dict[str, Any] = {
     "name": "small",
     "device": {"flops": "1Tflop/s", "memory_bandwidth": "100GB/s", "memory": "12GiB"},
@@ -75,8 +76,14 @@ def test_what_is_not_a_rate_is_named(text: str) -> None:
 # -- presets and files -----------------------------------------------------------------------------
 
 
-def test_the_machines_of_the_papers_and_this_one_are_presets() -> None:
-    assert set(presets()) == PAPERS | {"local"}
+def test_machines_of_the_papers_and_of_today_and_this_one_are_presets() -> None:
+    assert set(presets()) == PAPERS | TODAY | {"local"}
+
+
+@pytest.mark.parametrize("name", sorted(TODAY))
+def test_what_is_assumed_of_machines_of_today_is_marked(name: str) -> None:
+    text = presets()[name].read_text()
+    assert "No measurement" in text and "Assumed:" in text and "Public vendor data" in text
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -296,4 +303,4 @@ def test_a_file_that_cannot_be_read_or_written_gets_one_sentence(tmp_path: Path)
 @pytest.mark.parametrize("text", ["", "k80", "4x10", "x10Gb", "4x", "no/such/file.yaml", "a\nb"])
 def test_an_unknown_cluster_is_told_the_presets_and_the_shorthand(text: str) -> None:
     message = refusal(text)
-    assert all(name in message for name in PAPERS | {"local", "4x10Gb", "2x4@1Gb/4:1"})
+    assert all(name in message for name in PAPERS | TODAY | {"local", "4x10Gb", "2x4@1Gb/4:1"})

@@ -101,6 +101,7 @@ class Settings(BaseModel):
     precision: Literal["float32", "bf16", "float64"] = _field(
         "float32", "Workers", "What layers compute in; weights stay float32 with bf16."
     )
+    compile: bool = _field(False, "Workers", "Compile the layers between messages (torch.compile).")
     timeout: Positive = _field(1800.0, "Workers", "Seconds that a rank waits for another.")
 
     optimizer: Literal["sgd", "adam", "adamw", "lars"] = _field(

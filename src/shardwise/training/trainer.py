@@ -135,6 +135,7 @@ class Trainer:
             gradients=settings.gradients,
             cluster=settings.cluster,
             precision="bf16" if settings.precision == "bf16" else None,
+            compile=settings.compile,
         )
 
     def _loaders(self, train: Source, test: Source | None) -> tuple[Loader, Loader | None]:
