@@ -250,6 +250,18 @@ def _type_name(annotation: Any) -> str:
 
 # -- lists -----------------------------------------------------------------------------------------
 
+PAPERS = [
+    "P1: Barrachina, Dolz, San Juan, Quintana-Ort\u00ed: Efficient and portable GEMM-based "
+    "convolution operators for deep neural network training on multicore processors (2022)",
+    "P2: Dryden, Maruyama, Moon, Benson, Snir, Van Essen: Channel and filter parallelism for "
+    "large-scale CNN training (2019)",
+    "P3: Lee, Jha, Agrawal, Choudhary, Liao: Parallel deep convolutional neural network training "
+    "by exploiting the overlapping of computation and communication (PCNN)",
+    "P4: Exploring the hidden dimension in accelerating convolutional neural networks (DeePa)",
+    "P5: Li, Fang, Fu and others: swCaffe, a parallel framework for accelerating deep learning "
+    "applications on Sunway TaihuLight",
+]
+
 
 def lists() -> str:
     lines = [
@@ -259,7 +271,7 @@ def lists() -> str:
         "## Networks",
         "",
         "`shardwise.zoo.build(NAME, num_classes=...)`, or the name where a command wants a MODEL.",
-        "P1 to P5 are the papers that use them.",
+        "P1 to P5 are the papers that use them, see below.",
         "",
     ]
     rows = [
@@ -270,6 +282,7 @@ def lists() -> str:
     lines += ["", "## Clusters", "", "For `--cluster`, and `cluster=` in code.", ""]
     found = [_cluster_row(name) for name in presets()]
     lines += table(["name", "workers", "flop/s of a worker", "memory of a worker", "links"], found)
+    lines += ["", "## Papers", "", *(f"- {paper}" for paper in PAPERS)]
     return "\n".join([*lines, ""])
 
 

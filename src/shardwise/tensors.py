@@ -33,8 +33,8 @@ def memory_format_of(x: torch.Tensor) -> torch.memory_format:
     )
 
 
-def lowered(kind: str, dtype: torch.dtype | None) -> Any:
-    """A context in which torch.autocast lowers to this type on a kind of device, or to none."""
+def autocast_to(kind: str, dtype: torch.dtype | None) -> Any:
+    """torch.autocast to this type on a kind of device; off where it is None."""
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
     return torch.autocast(kind, dtype, enabled=dtype is not None)

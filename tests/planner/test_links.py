@@ -46,7 +46,7 @@ def taken(network: Network, segments: np.ndarray) -> dict[Schedule, tuple[float,
 
 
 def model(network: Network, segments: np.ndarray) -> SumModel:
-    return network.models[network.model(segments)]
+    return network.sum_models[network.sum_model(segments)]
 
 
 def scatter_seconds(network: Network, segments: np.ndarray, nbytes: float) -> float:
@@ -340,8 +340,8 @@ def test_sums_take_what_the_winners_were_measured_to_take() -> None:
     assert net.sum_seconds(pairs, 2000) == pytest.approx(8.0)
     everybody = one_segment(8)  # was not measured
     assert net.sum_seconds(everybody, 2000) == plain.sum_seconds(everybody, 2000)
-    numbers = np.array([net.model(groups) for groups in (halves, pairs, everybody)])
+    numbers = np.array([net.sum_model(groups) for groups in (halves, pairs, everybody)])
     nbytes = np.full(3, 2000.0)
-    sums = SumCosts(net.models, np.arange(3), numbers, nbytes, np.zeros(3))
+    sums = SumCosts(net.sum_models, np.arange(3), numbers, nbytes, np.zeros(3))
     found = sums.each(SumModel.seconds)
     assert found == pytest.approx([1.0, 8.0, plain.sum_seconds(everybody, 2000)])

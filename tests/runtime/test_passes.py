@@ -145,3 +145,10 @@ def test_a_sparse_input_is_refused() -> None:
 
     with pytest.raises(ShardwiseError, match=r"is torch\.sparse_coo, and must be dense"):
         World(2).run(work)
+
+
+def test_an_input_on_another_device_than_the_model_is_refused() -> None:
+    plain, x = nn.Conv2d(3, 4, 3), torch.zeros(SHAPE)
+    model = parallelize(plain, Plan.uniform(capture(plain, x)))
+    with pytest.raises(ShardwiseError, match=r"'input' is on meta, and the model on cpu; give it"):
+        model(x.to("meta"))

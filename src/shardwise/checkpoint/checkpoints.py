@@ -50,8 +50,6 @@ class Checkpoints:
         self.folders, self.keep, self.comm = StepFolders(Path(folder)), keep, comm or Communicator()
         self._group = self.comm.group_of_lane("checkpoint")
         self._saving: Future[None] | None = None
-        if self.comm.rank == 0:
-            self.folders.tidy()
 
     # -- saving --------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class StepFolders:
         self.tidy()
 
     def tidy(self) -> None:
-        """Removes what interrupted saves have left."""
+        """Removes what interrupted saves have left: only who writes here knows that they are."""
         with suppress(OSError):
             for path in self.folder.iterdir():
                 if path.name.startswith(HIDDEN):

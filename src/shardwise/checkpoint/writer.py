@@ -92,7 +92,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0 writes the document; the rename makes it a checkpoint."""
+        """Rank 0 writes the document; `publish` renames the folder, and others can load it."""
         document = self._document(metadata, results)
         assert self.temporary is not None
         for name in document.file_sizes():

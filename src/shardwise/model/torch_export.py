@@ -29,7 +29,7 @@ from shardwise.model.own_backward import kept_whole
 from shardwise.model.source_lines import line_of_error
 from shardwise.model.weightless import stand_ins
 from shardwise.modules import named_tensors
-from shardwise.tensors import like, lowered
+from shardwise.tensors import autocast_to, like
 
 Tensors = tuple[torch.Tensor, ...]
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
@@ -69,7 +69,7 @@ class Captured:
             traced_hooks(model),
             read_attributes(model) as self.reads,
             left_behind(model, self.reads) as self.left,
-            lowered(inputs[0].device.type, autocast),
+            autocast_to(inputs[0].device.type, autocast),
         ):
             program = _export(model, inputs, free)
         self._names = _stored_names(program, model)

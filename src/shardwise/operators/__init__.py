@@ -28,5 +28,5 @@ __all__ = [
     "operator",
 ]
 
-for _module in iter_modules(__path__):  # a file with an operator is all that an operator needs
+for _module in iter_modules(__path__):  # a new operator is a file here, and a case in tests
     import_module(f"{__name__}.{_module.name}")

@@ -105,10 +105,13 @@ class Conv(AnyConv):
         return Layout.of(shape, [filters, channels, *map(split.whole, shape[2:])])
 
     def space(self, split: Split[ConvAttrs], dim: int) -> Ranges:
-        """The rows an output block reads, halo and padding included; all, if there is no split."""
+        """The rows an output block reads, halo and padding included.
+
+        All of them, without padding, where there is no split and the stock operator can pad.
+        """
         attrs, size = split.layer.attrs, split.layer.operands[0].shape[2 + dim]
         if split.dim_degree(2 + dim) == 1 and self.stock_padding(split.layer, dim) is not None:
-            return np.where(split.used[:, None], [[0, size]], 0)
+            return split.whole(size)
         ranges, left = split.dim_ranges(2 + dim), attrs.pads[dim][0]
         return window(ranges, attrs.kernel[dim], attrs.stride[dim], left, attrs.dilation[dim])
 
@@ -133,7 +136,7 @@ class Conv(AnyConv):
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             x, weight = tensors[0], tensors[1]
-            if _narrow(local, x, width):
+            if _stock_may_be_wrong(local, x, width):
                 return run([t.float() for t in tensors]).to(x.dtype)
             bias = tensors[2] if len(tensors) > 2 and tensors[2].numel() else None
             if cuts_groups:
@@ -161,7 +164,7 @@ def _pads(
     return tuple((p, p) for p in per_dim(padding, len(kernel)))
 
 
-def _narrow(local: Local[Taps], x: torch.Tensor, width: int) -> bool:
+def _stock_may_be_wrong(local: Local[Taps], x: torch.Tensor, width: int) -> bool:
     """Whether the stock convolution may be wrong: strides over blocks no wider than this.
 
     With AVX-512, torch 2.11 leaves outputs of width 1 unwritten in 16 bits on CPUs, and so the
@@ -239,7 +242,7 @@ class ConvTranspose(AnyConv):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         x, weight, bias = [*tensors, None][:3]
-        if _narrow(local, x, 1):
+        if _stock_may_be_wrong(local, x, 1):
             return self.run(local, [t.float() for t in tensors]).to(x.dtype)
         if x.numel() == 0:  # only positions that no input reaches
             y = weight.new_zeros(local.output.shape)

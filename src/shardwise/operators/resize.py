@@ -50,7 +50,7 @@ class Interpolate(Strategy):
             if split.dim_degree(dim) == 1:
                 ranges.append(split.whole(shape[dim]))
                 continue
-            low, high, _ = taps(split.layer, dim)
+            low, high, _ = neighbours(split.layer, dim)
             cut = split.dim_ranges(dim)
             filled = cut[:, 1] > cut[:, 0]
             first = low[np.where(filled, cut[:, 0], 0)]
@@ -76,7 +76,7 @@ class Interpolate(Strategy):
     @staticmethod
     def _along(local: Local[InterpolateAttrs], x: torch.Tensor, dim: int) -> torch.Tensor:
         """One dimension: the two neighbours, weighted."""
-        low, high, weight = taps(local.layer, dim)
+        low, high, weight = neighbours(local.layer, dim)
         cut = slice(local.output.starts[dim], local.output.stops[dim])
         origin = local.needs[0].starts[dim]
 
@@ -90,7 +90,9 @@ class Interpolate(Strategy):
         return pick(low) * (1 - w) + pick(high) * w
 
 
-def taps(layer: Layer[InterpolateAttrs], dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def neighbours(
+    layer: Layer[InterpolateAttrs], dim: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For every output index: the lower and upper neighbour and the upper one's weight."""
     attrs = layer.attrs
     size, outputs = layer.operands[0].shape[dim], layer.shape[dim]

@@ -24,7 +24,7 @@ def rows(ranges: Ranges, per_row: int) -> Ranges:
 
 
 def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int = 1) -> Ranges:
-    """The input range that an output range reads; it may reach into the padding."""
+    """The input range that an output range reads, halo included; it may reach into padding."""
     starts = ranges[:, 0] * stride - left
     stops = (ranges[:, 1] - 1) * stride - left + dilation * (kernel - 1) + 1
     empty = ranges[:, 1] <= ranges[:, 0]

@@ -97,16 +97,16 @@ class Strategy:
 
     joint_channels = True  # f and c split the same dimension, so their product is limited
     free = False  # hands out a view of its operand: no time, no memory
-    degrees_matter = False  # to what it says, beside which axes are split
+    degrees_matter = False  # its needs depend on how many parts an axis has, not only on which
     always_runs = False  # even if nothing comes of it: torch.export may have told another shape
     keeps_bytes = 0  # for the backward pass, beside tensors, per element of the output
-    known = True  # what is not runs whole, and a plan says so
+    known = True  # False: nobody has described it; it runs whole, and a plan says so
     contracts = False  # a product with a weight, over channels
     fully_connected = False  # of samples without space
     normalizes = False  # belongs into a block with the layer before it
     counts_batches = False  # in a buffer of its module
     labels_by_position = False  # samples, channels, space: whatever its operands are called
-    reads_beyond = False  # the edge of its operand: what is there comes with the messages
+    reads_beyond = False  # its boxes may reach past the edge of its operand, into padding
     part_of_layer = False  # a step before the layer that a module stands for
     as_called = False  # runs the ATen call itself
     shapes_only = False  # reads nothing of its operands but their shapes

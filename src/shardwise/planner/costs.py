@@ -92,7 +92,7 @@ class Costs:
             self.stacks.forget()
         return costs
 
-    def models(self, rows: np.ndarray) -> np.ndarray:
+    def sum_models(self, rows: np.ndarray) -> np.ndarray:
         """The network's models of sums over ranks that hold the same, by the layouts' columns."""
         known, found = self._models, list(map(tuple, rows.tolist()))
         for row in set(found).difference(known):
@@ -100,7 +100,7 @@ class Costs:
             pattern = frozenset(self.columns.patterns(columns).tolist())
             if pattern not in known:
                 boxes = self.columns.boxes(columns)
-                known[pattern] = self.network.model(first_holders(boxes))
+                known[pattern] = self.network.sum_model(first_holders(boxes))
             known[row] = known[pattern]
         return np.array([known[row] for row in found])
 
@@ -139,7 +139,7 @@ class Costs:
     def _ends(self, source: Layer, target: Layer, operand: int) -> tuple[Layouts, Layouts, float]:
         held, needed = self.of(source).outputs, self.of(target).needs[operand]
         assert needed is not None
-        return held, needed, self.passes(source)
+        return held, needed, self.times_carried(source)
 
     def at(self, layer: Layer, config: Config) -> tuple[LayerCosts, int]:
         """The costs of a layer where this config is found, among its candidates or alone."""
@@ -156,14 +156,14 @@ class Costs:
     ) -> tuple[float, float]:
         """Seconds and bytes between two configs, whether they are candidates or not."""
         (own, row), (other, column) = self.at(source, ends[0]), self.at(target, ends[1])
-        held, needed, passes = own.outputs, other.needs[operand], self.passes(source)
+        held, needed, passes = own.outputs, other.needs[operand], self.times_carried(source)
         assert needed is not None
         if not self.traffic.knows(held, needed):
             held, needed, row, column = held.one(row), needed.one(column), 0, 0
         table, pick = self.traffic.table(held, needed), (held.index[row], needed.index[column])
         return float(table.seconds[pick]) * passes, float(table.nbytes[pick]) * passes
 
-    def passes(self, source: Layer) -> float:
+    def times_carried(self, source: Layer) -> float:
         """How often a transfer happens: also backward, where gradients flow to its source."""
         flows = self.training.gradients and source.name in self.differentiable
         return 2.0 if flows else 1.0

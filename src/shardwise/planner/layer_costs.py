@@ -211,7 +211,7 @@ class Appraisal:
         rows = parent.rows(present)
         nbytes = self._numels(present).reshape(-1, parent.world).max(axis=1) * float(itemsize)
         users = parent.columns.users(rows[:, 0])
-        models, known = parent.models(rows), parent.network.models
+        models, known = parent.sum_models(rows), parent.network.sum_models
         return SumCosts(known, np.concatenate(places), models, nbytes, users)
 
 

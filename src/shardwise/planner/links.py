@@ -2,6 +2,8 @@
 
 A *port* joins a unit (a worker, a host, a switch) to its level's medium. What a transfer or a sum
 puts on every port, at every level, decides its time: the busiest port, plus the messages' latency.
+The numbers are those of `Link` (cluster/cluster.py). Bandwidth counts in `Level.seconds` and in
+`_serve`; latency here, and for tables of transfers in `transfer_costs.py`.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Network:
             for index, link in enumerate(cluster.links)
         ]
         self.levels = tuple(level for level in levels if len(level) > 1) or (levels[0],)
-        self.models: list[SumModel] = []  # what the sums that were asked for cost
+        self.sum_models: list[SumModel] = []  # what the sums that were asked for cost
         self._numbers: dict[bytes, int] = {}  # of models, by their segments
 
     def carried(
@@ -129,14 +131,16 @@ class Network:
         recursive halving and doubling with near or far partners first (P5), or two levels of rings;
         where the cluster's winners were measured, their times count.
         """
-        return float(self.models[self.model(segments)].seconds(np.asarray(nbytes, dtype=float)))
+        return float(
+            self.sum_models[self.sum_model(segments)].seconds(np.asarray(nbytes, dtype=float))
+        )
 
-    def model(self, segments: np.ndarray) -> int:
+    def sum_model(self, segments: np.ndarray) -> int:
         """The number of what sums over these segments cost, worked out once."""
         key = segments.tobytes()
         if key not in self._numbers:
-            self._numbers[key] = len(self.models)
-            self.models.append(self._model(segments))
+            self._numbers[key] = len(self.sum_models)
+            self.sum_models.append(self._model(segments))
         return self._numbers[key]
 
     def _model(self, segments: np.ndarray) -> SumModel:

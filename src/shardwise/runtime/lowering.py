@@ -26,7 +26,11 @@ from shardwise.runtime.block import Block, plain
 
 @dataclass(frozen=True)
 class Types:
-    """The types and the device of values between layers."""
+    """The types and the device of values between layers.
+
+    What is computed in 16 bits torch.autocast decides, when the model is captured under it
+    (`Captured` in model/torch_export.py).
+    """
 
     dtypes: Mapping[str, torch.dtype]
     autocast: torch.dtype | None  # what torch.autocast lowers to, if layers run under it

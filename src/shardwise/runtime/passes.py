@@ -30,7 +30,7 @@ from shardwise.runtime.lowering import Types
 from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.wrapping import Wrap, recorded, updated_before_use, watched
-from shardwise.tensors import lowered, memory_format_of
+from shardwise.tensors import autocast_to, memory_format_of
 
 Inputs = tuple[torch.Tensor, ...]
 FORWARD = "the forward pass"
@@ -115,6 +115,7 @@ def _bound(
     samples = _num_samples(inputs, batch)
     graph = state.programs.graph_for(Kinds.of(inputs, stored, autocast), samples)
     _check_inputs(state, graph, inputs, whole=batch is None)
+    _check_devices(graph.inputs, inputs, stored)
     for name in graph.outputs:
         if samples == 0 and prod(graph[name].shape):
             raise ShardwiseError(
@@ -142,6 +143,17 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
             raise ShardwiseError(
                 f"input {name!r} must be {'x'.join(map(str, wanted))}{part}, and is "
                 f"{'x'.join(map(str, x.shape))}; a plan is for one image size"
+            )
+
+
+def _check_devices(names: Sequence[str], inputs: Inputs, stored: Mapping[str, Any]) -> None:
+    """Raises where an input is elsewhere than the whole model; numbers may be anywhere."""
+    homes = {param.device for param in stored.values()}
+    for name, x in zip(names, inputs, strict=True):
+        if len(homes) == 1 and x.ndim and x.device not in homes:
+            home = str(next(iter(homes)))
+            raise ShardwiseError(
+                f"input {name!r} is on {x.device}, and the model on {home}; give it x.to({home!r})"
             )
 
 
@@ -227,7 +239,7 @@ def _of_nothing(graph: LayerGraph, inputs: Inputs, params: Tensors) -> list[torc
 
 def _forward(machine: RankMachine, inputs: Inputs) -> Inputs:
     program, given = machine.program, dict(zip(machine.program.inputs, inputs, strict=True))
-    with lowered(inputs[0].device.type, machine.types.autocast):
+    with autocast_to(inputs[0].device.type, machine.types.autocast):
         values = forward(program, machine, given)
     if machine.whole_outputs:
         values = {name: _shaped(program, name, y) for name, y in values.items()}
