@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,8 +77,14 @@ def init_from_environment(timeout: float = 1800.0, backend: str | None = None) -
     if launched is None:
         raise ShardwiseError("no launcher has started this process; use torchrun, mpirun or srun")
     local_world = launched.local_world or launched.world
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
-    backend = backend or ("nccl" if gpu else "mpi4py" if _has_mpi() else "gloo")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = num_gpus >= local_world
+    few = f"{num_gpus} GPUs are on this host, and {local_world} workers"
+    if backend == "nccl" and not enough:
+        raise ShardwiseError(f"{few}: NCCL needs one for each; start {num_gpus}, or take gloo")
+    if backend is None and 0 < num_gpus < local_world:
+        warnings.warn(f"{few}: they compute on its CPUs, without the GPUs", stacklevel=2)
+    backend = backend or ("nccl" if enough else "mpi4py" if _has_mpi() else "gloo")
     if backend == "mpi4py":
         _join_mpi(launched, timeout)
         return torch.device("cpu")
