@@ -1,11 +1,12 @@
 """One worker against plain PyTorch on a GPU: whole training steps, in turns, in one run.
 
-    python benchmarks/gpu.py [eager] [compiled] [graphs] [--networks resnet50 ...] [--rounds 7]
+    python benchmarks/gpu.py [eager] [compiled] [graphs] [split] [--networks resnet50 ...]
 
 eager: float32 (with TF32), and bf16 under torch.autocast with channels_last; images per second, and
 the most memory that a step holds. The aim is a ratio of at most 1.02 and 1.03, of memory 1.03.
 compiled: bf16 with compile=True against torch.compile of the plain model, with the time that
 compiling takes. graphs: ResNet-50 with 2 and 16 images, in CUDA graphs, against plain eager.
+split: what 2, 4 and 8 workers compute, one after the other and without their messages, against one.
 Times are medians of turns of several steps with SGD and momentum; ratios are shardwise / plain.
 """
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from results import save
 from shardwise import Plan, capture, parallelize, zoo
+from shardwise.comm.silent import Silent
 
 CUDA = torch.device("cuda")
 
@@ -131,6 +133,7 @@ def made(make: Callable[[], Trained]) -> tuple[Trained, int]:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     trained = make()
+    gc.collect()  # models from which parallel ones were made
     trained.steps(3)
     torch.cuda.reset_peak_memory_stats()
     trained.steps(2)
@@ -198,13 +201,31 @@ def graphs(case: Case, batch: int, rounds: int) -> dict[str, Any]:
     return {"network": "resnet50", "batch": batch, **row, "faster": 1 / row["ratio"]}
 
 
+def split(name: str, case: Case, world: int, axis: str, rounds: int) -> dict[str, Any]:
+    """The sum of all workers' steps without messages, by that of one."""
+    batch = max(case.batch, world if axis == "n" else 1)
+    x = batch_of(case, batch, True)
+    plain = plain_of(case, True)
+    plan = Plan.uniform(capture(plain, x), world, **{axis: world})
+    models = {"one": Trained(parallel_of(plain, x), case, x, True)}
+    for rank in sorted({0, 1, world - 1}):  # the ends have one neighbour, the others two
+        own = parallelize(plain, plan, comm=Silent(rank, world))
+        models[f"rank {rank}"] = Trained(own, case, x, True)
+    row = in_turns(models, rounds)
+    inner = row["rank 1 ms"] * max(world - 2, 0)
+    total = row["rank 0 ms"] + inner + row[f"rank {world - 1} ms"]
+    kept = {key: value for key, value in row.items() if key.endswith("ms")}
+    about = {"network": name, "split": f"{axis}={world}", "batch": batch}
+    return {**about, **kept, "sum of all / one": total / row["one ms"]}
+
+
 def show(row: dict[str, Any]) -> None:
     print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["eager", "compiled", "graphs"])
+    parser.add_argument("what", nargs="*", default=["eager", "compiled", "graphs", "split"])
     parser.add_argument("--networks", nargs="*", default=list(CASES))
     parser.add_argument("--types", nargs="*", default=["float32", "bf16"])
     parser.add_argument("--rounds", type=int, default=7)
@@ -227,6 +248,14 @@ def main() -> None:
             ]
         if "compiled" in arguments.what and name in ("resnet50", "vgg16", "unet3d"):
             jobs.append(lambda name=name, case=case: compiled(name, case, arguments.rounds))
+    if "split" in arguments.what:
+        jobs += [
+            lambda n=n, w=w, a=a: split(n, CASES[n], w, a, arguments.rounds)
+            for n in ("resnet50", "unet3d")
+            for w in (2, 4, 8)
+            for a in ("n", "h")
+            if n in arguments.networks and (n, a) != ("unet3d", "n")
+        ]
     if "graphs" in arguments.what:
         small = (2, 16)
         jobs += [lambda b=b: graphs(CASES["resnet50"], b, arguments.rounds) for b in small]
