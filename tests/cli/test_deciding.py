@@ -120,7 +120,7 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     assert set(RIVALS) <= set(data["rivals"])
     for rival in data["rivals"].values():
         totals = {key for key in data if key.endswith("_seconds")}
-        assert set(rival) == {*totals, "split", "bytes", "memory"}
+        assert set(rival) == {*totals, "split", "moved_bytes", "memory_bytes"}
         assert rival["step_seconds"] >= data["step_seconds"] * (1 - 1e-9)
 
 
