@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from habits.habit import EVERY, PLANS, assert_same, image, net
-from shardwise import ShardwiseError, capture, parallelize
+from shardwise import Plan, ShardwiseError, capture, of, parallelize
 from shardwise.comm.in_process import InProcess, World
 
 
@@ -95,3 +97,50 @@ def test_autocast_on_one_rank_is_named_to_all() -> None:
 
     for message in World(2).run(work):
         assert message.startswith("rank 1 runs under another torch.autocast than rank 0")
+
+
+class OwnRegions(nn.Module):
+    """Lowers some layers itself, and keeps others from being lowered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False)  # the norm takes it away
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.linear = nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.norm(self.first(x))
+            with torch.autocast("cpu", enabled=False):
+                z = self.second(y.float()).relu()
+            mean = self.linear((y + z).mean((2, 3)))
+        return self.linear(mean.float() @ mean.new_ones(3, 4).float()), y, z, mean
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("split", [{}, {"n": 2}, {"h": 2}, {"f": 2}, {"c": 2}], ids=str)
+def test_autocast_of_the_models_own_is_that_of_one_device(
+    split: dict[str, int], around: bool
+) -> None:
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    plain, world = OwnRegions(), max(split.values(), default=1)
+    plan = Plan.uniform(capture(plain, x), world, **split)
+
+    def trained(model: Any) -> list[torch.Tensor]:
+        with lowered(enabled=around):
+            outputs = model(x)
+        sum(y.float().square().sum() for y in outputs).backward()
+        whole = of(model).full_gradients() if "_shardwise" in vars(model) else None
+        named = whole or {name: p.grad for name, p in model.named_parameters()}
+        return [*(y.detach() for y in outputs), *(named[name] for name in sorted(named))]
+
+    expected = trained(copy.deepcopy(plain))
+
+    def work(comm: InProcess) -> list[torch.Tensor]:
+        return trained(parallelize(copy.deepcopy(plain), plan, comm=comm))
+
+    for found in World(world).run(work):
+        assert [y.dtype for y in found] == [y.dtype for y in expected]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).norm() <= 0.03 * theirs.norm() + 0.03

@@ -158,11 +158,6 @@ def test_forward_has_the_gradients_that_its_author_meant(name: str) -> None:
     assert_same(train, lambda: seeded(Middle(MIDDLES[name])))
 
 
-def autocast(model: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return model.other(x).to(x.dtype)
-
-
 def inference(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         gate = model.other(x)
@@ -177,7 +172,6 @@ def writes(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
-    "autocast": (autocast, "uses torch.autocast in its forward pass; .*precision='bf16'"),
     "inference": (inference, "uses torch.inference_mode.*; use torch.no_grad"),
     "writes": (writes, "writes in place .*clamp_.* under torch.no_grad"),
     "dirty": (lambda model, x: Writes.apply(x * 1), "'Writes' writes into its inputs"),

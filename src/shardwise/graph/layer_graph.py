@@ -54,6 +54,7 @@ class Traits:
     always: bool = False  # it behaves as in training, whatever the flag
     never: bool = False
     memory: tuple[int, ...] | None = None  # the order of dimensions in which numbers are drawn
+    autocast: tuple[str, torch.dtype | None] | None = None  # the model's own, around this layer
 
 
 TOGETHER = (  # those that a layer has or has not
@@ -61,6 +62,7 @@ TOGETHER = (  # those that a layer has or has not
     ("draws",),
     ("module", "always", "never"),
     ("memory",),
+    ("autocast",),
 )
 # What an operator keeps of its call: a frozen dataclass, or None.
 Attrs = TypeVar("Attrs", covariant=True)

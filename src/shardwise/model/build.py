@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -15,6 +15,7 @@ from shardwise.errors import CaptureError
 from shardwise.graph.labels import default_dims, each_once
 from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot, Traits
 from shardwise.model.in_place import is_counter
+from shardwise.model.regions import autocast_of
 from shardwise.model.source_lines import line_of_node, located
 from shardwise.operators.calls import (
     PREVIOUS,
@@ -148,7 +149,7 @@ class Builder:
             shape=shape,
             dims=request.dims or each_once(strategy.labels(request.attrs, shape, inputs), shape),
             attrs=request.attrs,
-            traits=request.traits,
+            traits=replace(request.traits, autocast=autocast_of(node)),
             present=tuple(o is not None for o in operands),
             dtype=value.dtype,
             scalar=value.ndim == 0 and shape == (1,),

@@ -24,8 +24,8 @@ from shardwise.model.attribute_writes import left_behind
 from shardwise.model.build import Builder
 from shardwise.model.hooks import traced_hooks
 from shardwise.model.in_place import functional
-from shardwise.model.no_grad import joined, without_inference_mode
 from shardwise.model.own_backward import kept_whole
+from shardwise.model.regions import joined, without_inference_mode
 from shardwise.model.source_lines import line_of_error
 from shardwise.model.weightless import stand_ins
 from shardwise.modules import named_tensors

@@ -22,6 +22,7 @@ from shardwise.operators import Local
 from shardwise.operators.strategy import Function
 from shardwise.plans.program import Op, OperandSource, Run
 from shardwise.runtime.block import Block, plain
+from shardwise.tensors import autocast_to
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _is_pure(op: Op, local: Local) -> bool:
     draws = op.strategy.draws or layer.traits.draws
     others = layer.target and not layer.target.startswith("aten.")  # with a backward of its own
     counts = op.strategy.counts_batches and getattr(local.module, "momentum", 0.0) is None
-    return not (talks or draws or others or counts)
+    return not (talks or draws or others or counts or layer.traits.autocast)
 
 
 def _last_uses(operands: Sequence[tuple[int, ...]], kept: Iterable[int]) -> list[tuple[int, ...]]:
@@ -198,9 +199,12 @@ def _function(op: Op, types: Types, local: Local) -> Function:
         values = tuple(i for i, source in enumerate(op.operands) if source.kind == "value")
         return partial(_nothing, values, op.local.output.shape, types.dtypes[op.result], types)
     layer, compute = op.local.layer, op.strategy.lower(local)
-    shape, dtype = op.local.output.shape, types.dtypes[op.result]
-    if op.strategy.contracts and types.autocast is not None:
+    shape, dtype, region = op.local.output.shape, types.dtypes[op.result], layer.traits.autocast
+    lowers = types.autocast is not None or region is not None
+    if op.strategy.contracts and lowers:
         compute = partial(_of_one_type, compute, dtype)
+    if region is not None:
+        compute = partial(_within, region, compute)
     if op.without:
         without = tuple((index, layer.operands[index].shape) for index in op.without)
         compute = partial(_shaped, compute, without)
@@ -211,7 +215,7 @@ def _function(op: Op, types: Types, local: Local) -> Function:
 
     def fitted(y: torch.Tensor) -> torch.Tensor:
         y = y if y.ndim else y.reshape(1)
-        if types.autocast is not None and y.is_floating_point():
+        if lowers and y.is_floating_point():
             y = y.to(dtype)
         if y.shape != shape or y.dtype != dtype:
             raise ShardwiseError(
@@ -222,6 +226,14 @@ def _function(op: Op, types: Types, local: Local) -> Function:
         return y
 
     return run
+
+
+def _within(
+    region: tuple[str, torch.dtype | None], compute: Function, tensors: list[torch.Tensor]
+) -> torch.Tensor:
+    """Under a torch.autocast of the model's own."""
+    with autocast_to(*region):
+        return compute(tensors)
 
 
 def _of_one_type(

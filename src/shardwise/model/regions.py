@@ -1,7 +1,8 @@
-"""Parts of an exported forward pass that run without gradients (`with torch.no_grad()`).
+"""Regions of an exported forward pass: `with torch.no_grad()`, or `with torch.autocast(...)`.
 
 torch.export makes a graph of its own of each. Here they become part of the whole again: what was
-computed without gradients is detached where something with gradients uses it.
+computed without gradients is detached where something with gradients uses it, and what runs under
+another torch.autocast than the rest is marked with it (`autocast_of`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from shardwise.operators.calls import is_in_place
 
 aten = torch.ops.aten
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+Autocast = tuple[str, torch.dtype | None]  # a kind of device, and what it lowers to there
+
+
+def autocast_of(node: fx.Node) -> Autocast | None:
+    """The torch.autocast of the model's own that a call stands in."""
+    return node.meta.get("autocast_region")
 
 
 @contextmanager
@@ -69,6 +76,7 @@ class _Joined:
         self.detached: dict[fx.Node, fx.Node] = {}
         self.without: set[fx.Node] = set()  # nodes that were computed without gradients
         self.memory: dict[int, bool] = {}  # whether it was made with gradients
+        self.autocast: Autocast | None = None  # of the region that is being copied
 
     def of(self, module: fx.GraphModule) -> fx.Graph:
         values: dict[fx.Node, Any] = {}
@@ -89,26 +97,27 @@ class _Joined:
             elif node.op == "placeholder":
                 pass
             elif _is_region(node):
-                values[node] = self._region(node, values)
+                values[node] = self._region(node, values, gradients)
             elif (parts := _parts(node, values)) is not None:
                 values[node] = parts[node.args[1]]
             else:
                 values[node] = self._copied(node, values, gradients)
         raise AssertionError("an exported graph returns something")
 
-    def _region(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, ...]:
-        if node.target is not _GRAD:
-            path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-            where = f"module {path[-1]!r}" if path and path[-1] else "the model"
-            raise CaptureError(
-                f"{where} uses torch.autocast in its forward pass; leave it out, and give "
-                "parallelize precision='bf16' instead"
-            )
-        gradients, body, *args = cast(Any, node.args)
+    def _region(
+        self, node: fx.Node, values: dict[fx.Node, Any], gradients: bool
+    ) -> tuple[Any, ...]:
+        outside = self.autocast
+        if node.target is _GRAD:
+            gradients, body, *args = cast(Any, node.args)
+        else:
+            kind, dtype, enabled, _, body, *args = cast(Any, node.args)
+            self.autocast = kind, (dtype or torch.get_autocast_dtype(kind)) if enabled else None
         inner = values[body]
         names = [n for n in inner.graph.nodes if n.op == "placeholder"]
         given = {n: values[a] for n, a in zip(names, args, strict=True)}
         results = self._inlined(inner, given, bool(gradients))
+        self.autocast = outside
         return tuple(results)
 
     def _copied(self, node: fx.Node, values: dict[fx.Node, Any], gradients: bool) -> fx.Node:
@@ -116,6 +125,8 @@ class _Joined:
             self._check_write(node, values)
         copied = self.graph.node_copy(node, lambda n: self._used(values[n], gradients))
         copied.name = node.name  # by which the program's signature knows it
+        if self.autocast is not None:
+            copied.meta["autocast_region"] = self.autocast
         part = node.target is operator.getitem and copied.args[0] in self.without
         if not gradients or part:
             self.without.add(copied)
