@@ -88,7 +88,9 @@ class Cell:
         """What the sentence of every survivor must match; the victim, where it lives, too."""
         rank = self.victim(world)
         if self.fault == "stop" or self.dies:
-            return rf"waited in vain for .*\b{rank}\b.*({WHERE[self.place]})"
+            # A checkpoint may be under way beside these, and be the first to notice.
+            saving = "|the checkpoint of step" if self.place in MESSAGES else ""
+            return rf"waited in vain for .*\b{rank}\b.*({WHERE[self.place]}{saving})"
         if self.fault == "cut":
             return r"rank \d waited in vain for ranks? \d"
         if self.fault == "exception":

@@ -16,10 +16,7 @@ from shardwise.comm.timeline import Timeline
 
 
 class Silent(Communicator):
-    """Zeros arrive from others, sums are this rank's part, and all others agree.
-
-    >>> model = parallelize(model, plan, comm=Silent(rank=3, size=8))
-    """
+    """Zeros arrive from others, sums are this rank's part, and all others agree."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.lane, self.backend = rank, size, "", "silent"
