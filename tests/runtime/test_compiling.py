@@ -90,3 +90,21 @@ def test_a_mode_that_torch_does_not_know_is_refused() -> None:
     plan = Plan.uniform(capture(plain, x))
     with pytest.raises(ShardwiseError, match="compile='fastest' must be True, False, "):
         parallelize(plain, plan, compile="fastest")
+
+
+class Answers(nn.Module):
+    """Returns numbers, truths and places, and has no parameters."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, x > 0, x.argmax(1)
+
+
+@pytest.mark.usefixtures("not_inductor")
+def test_graphs_hand_out_what_is_no_number_too() -> None:
+    x = seeded_input((4, 3)).requires_grad_()
+    model = parallelize(Answers(), Plan.uniform(capture(Answers(), x)), compile="reduce-overhead")
+    found, expected = model(x), Answers()(x)
+    assert all(map(torch.equal, found, expected))
+    assert [y.dtype for y in found] == [y.dtype for y in expected]
+    found[0].sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -168,12 +169,14 @@ class Cat(Moves):
 
     def lower(self, local: Local[DimAttrs]) -> Function:
         held = [index for index, box in enumerate(local.needs) if not box.empty]
-        dim, dtype = local.attrs.dim, local.layer.dtype  # which those elsewhere decide too
+        dim, dtype = local.attrs.dim, local.layer.dtype
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             parts = [tensors[index] for index in held]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            return joined if joined.dtype is dtype else joined.to(dtype)
+            if joined.dtype is dtype:
+                return joined
+            return joined.to(reduce(torch.promote_types, [t.dtype for t in tensors]))  # all of them
 
         return run
 

@@ -23,8 +23,12 @@ GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use 
 
 def own_memory(tensors: Sequence[Any]) -> list[Any]:
     """Copies: what a CUDA graph makes is overwritten when it runs again."""
-    copies = iter(torch._foreach_mul([t for t in tensors if t is not None], 1))
-    return [None if tensor is None else next(copies) for tensor in tensors]
+    numbers = [t for t in tensors if t is not None and t.is_floating_point()]
+    copies = iter(torch._foreach_mul(numbers, 1) if numbers else ())  # a few kernels for all
+    return [
+        tensor if tensor is None else next(copies) if tensor.is_floating_point() else tensor.clone()
+        for tensor in tensors
+    ]
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class Part:
         return [values[place] for place in self.results]
 
 
-def parts_of(block: BlockFunction, num_values: int) -> list[tuple[bool, Part]]:
-    """The parts of a block that is given so many values, and whether each can be compiled."""
-    placed = list(enumerate(block.stages, start=num_values))
+def parts_of(block: BlockFunction) -> list[tuple[bool, Part]]:
+    """The parts of a block, and whether each can be compiled."""
+    placed = list(enumerate(block.stages, start=block.num_given))
     found = []
     for is_pure, group in groupby(placed, key=lambda each: each[1].pure):
         stages = list(group)
@@ -57,7 +61,7 @@ def parts_of(block: BlockFunction, num_values: int) -> list[tuple[bool, Part]]:
 def _part(stages: list[tuple[int, Stage]], block: BlockFunction) -> Part:
     made, last = {place for place, _ in stages}, stages[-1][0]
     read = dict.fromkeys(place for _, stage in stages for place in stage.operands)
-    later = block.stages[len(block.stages) - (block.num_values - 1 - last) :]
+    later = block.stages[last + 1 - block.num_given :]
     wanted = {place for stage in later for place in stage.operands} | set(block.outputs)
     done = {place for _, stage in stages for place in stage.done} - made
     operands = tuple(place for place in read if place not in made)
@@ -100,11 +104,10 @@ class CompiledBlock:
 
     def __init__(self, function: BlockFunction, mode: str) -> None:
         self.function = function
-        first = function.num_values - len(function.stages)
-        stored = range(first - len(function.stored), first)
+        stored = range(function.num_given - len(function.stored), function.num_given)
         self.parts = [
             (CompiledPart(part, stored, mode) if is_pure else part, part)
-            for is_pure, part in parts_of(function, first)
+            for is_pure, part in parts_of(function)
         ]
 
     def weights(self, leaves: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

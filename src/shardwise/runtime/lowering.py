@@ -116,7 +116,7 @@ class BlockFunction:
     stages: tuple[Stage, ...]
     outputs: tuple[int, ...]
     failed: Callable[[str], object]  # is told the layer
-    num_values: int  # inputs, weights and results of stages
+    num_given: int  # inputs and weights, behind which the results of stages come
 
     def __call__(
         self, inputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]
@@ -171,8 +171,8 @@ def lower(
         )
         for index, op in enumerate(run.ops)
     )
-    num_values = len(run.inputs) + len(distinct) + len(stages)
-    return BlockFunction(tuple(map(stored, distinct)), stages, outputs, failed, num_values)
+    num_given = len(run.inputs) + len(distinct)
+    return BlockFunction(tuple(map(stored, distinct)), stages, outputs, failed, num_given)
 
 
 def _is_pure(op: Op, local: Local) -> bool:

@@ -148,7 +148,7 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
 
 def _check_devices(names: Sequence[str], inputs: Inputs, stored: Mapping[str, Any]) -> None:
     """Raises where an input is elsewhere than the whole model; numbers may be anywhere."""
-    homes = {param.device for param in stored.values()}
+    homes = {param.device for param in stored.values() if not param.is_meta}
     for name, x in zip(names, inputs, strict=True):
         if len(homes) == 1 and x.ndim and x.device not in homes:
             home = str(next(iter(homes)))
