@@ -2,49 +2,39 @@
 
     python examples/08_new_operator.py
 
-torch.flip has no description, so one worker computes it. A small class makes it run on all.
+torch.matrix_exp has no description, so one worker computes it. A small class makes it run on all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import nn
 
 import shardwise
 from shardwise.geometry.layout import Layout
+from shardwise.graph.layer_graph import Layer
 from shardwise.operators import Call, Local, Need, Request, Split, Strategy, operator
 
 
-@dataclass(frozen=True)
-class FlipAttrs:
-    flipped: tuple[int, ...]  # dimensions
+class MatrixExp(Strategy):
+    """The last two dimensions are a matrix, which is needed whole."""
 
-
-class Flip(Strategy):
-    """A block of the output is the mirrored block of the operand."""
-
-    keeps_inputs, draws = False, False
+    keeps_inputs, draws = True, False
 
     def read(self, call: Call) -> Request:
         """From the arguments of the ATen call to a layer: its tensors and its attributes."""
-        flipped = tuple(dim % len(call.shape()) for dim in call["dims"])
-        return Request("flip", (call["self"],), FlipAttrs(flipped))
+        return Request("matrix_exp", (call["self"],))
 
-    def needs(self, split: Split[FlipAttrs]) -> tuple[Need, ...]:
-        ranges = []
-        for dim, size in enumerate(split.layer.shape):
-            cut = split.dim_ranges(dim)
-            if dim in split.layer.attrs.flipped:
-                mirrored = np.stack([size - cut[:, 1], size - cut[:, 0]], axis=1)
-                cut = mirrored * split.used[:, None]  # ranks without a part need nothing
-            ranges.append(cut)
-        return (Need(Layout.of(split.layer.shape, ranges)),)
+    def axes(self, layer: Layer) -> dict[str, int]:
+        return {axis: most for axis, most in super().axes(layer).items() if axis in "nfc"}
 
-    def run(self, local: Local[FlipAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].flip(local.attrs.flipped)
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        shape = split.layer.shape
+        matrices = [split.dim_ranges(dim) for dim in range(len(shape) - 2)]
+        return (Need(Layout.of(shape, [*matrices, *map(split.whole, shape[-2:])])),)
+
+    def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.matrix_exp(tensors[0])
 
 
 class Net(nn.Module):
@@ -53,16 +43,16 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.flip(self.conv(x), [2]) * 2
+        return torch.matrix_exp(self.conv(x)) * 2
 
 
 def compare() -> tuple[str, str, float]:
     """What every worker does: the plan before and after, and the largest error."""
     torch.manual_seed(0)
-    net, x = Net().double(), torch.randn(2, 3, 9, 7).double()
-    before = str(shardwise.Plan.uniform(shardwise.capture(net, x), h=3))
-    operator("flip", "flip")(Flip)  # or @operator("flip", "flip") above the class
-    plan = shardwise.Plan.uniform(shardwise.capture(net, x), h=3)
+    net, x = Net().double(), torch.randn(2, 3, 8, 8).double()
+    before = str(shardwise.Plan.uniform(shardwise.capture(net, x), f=3))
+    operator("matrix_exp", "matrix_exp")(MatrixExp)  # or @operator(...) above the class
+    plan = shardwise.Plan.uniform(shardwise.capture(net, x), f=3)
     model = shardwise.parallelize(net, plan)
     error = float((model(x) - net(x)).detach().abs().max())
     return before, str(plan), error

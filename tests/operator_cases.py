@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from product_cases import ATTENTION, NORMS, PRODUCTS
+from shape_cases import SHAPES
+
 
 class ChannelShuffle(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +74,7 @@ class GridSample(nn.Module):
         return torch.stack([*found, volume[:, :, 0]]).mean(0)
 
 
-class Flip(nn.Module):
+class Renorm(nn.Module):
     """Has no strategy: one worker computes it."""
 
     def __init__(self) -> None:
@@ -79,7 +82,7 @@ class Flip(nn.Module):
         self.conv = nn.Conv2d(8, 4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.flip(self.conv(x), [2]) * 2
+        return torch.renorm(self.conv(x), 2, 1, 1.5) * 2
 
 
 class SqueezeExcite(nn.Module):
@@ -362,7 +365,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "crop": (Crop(), (3, 8, 5, 4)),
     "select": (Select(), (3, 8, 5, 4)),
     "grid sample": (GridSample(), (3, 5, 7, 6)),
-    "no strategy": (Flip(), (3, 8, 5, 4)),
+    "no strategy": (Renorm(), (3, 8, 5, 4)),
     "squeeze-excite": (SqueezeExcite(), (3, 8, 5, 4)),
     "residual": (Residual(), (3, 6, 7, 5)),
     "shared parameter": (Shared(), (3, 6, 7, 5)),
@@ -390,3 +393,5 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "one sample adaptive avg pool": (nn.AdaptiveAvgPool2d((4, 3)), (4, 7, 6)),
     "one sample global avg pool": (nn.AdaptiveAvgPool2d(1), (4, 7, 6)),
 }
+OPERATORS |= PRODUCTS | ATTENTION | NORMS
+OPERATORS |= SHAPES

@@ -14,7 +14,8 @@ from pool import shared_pool
 from shardwise.comm import Communicator
 from shardwise.geometry.grid import AXES, Config
 from shardwise.model.capture import capture
-from shardwise.plans.plan import Plan, fit
+from shardwise.plans.fitting import fit
+from shardwise.plans.plan import Plan
 from shardwise.runtime.parallel import parallelize
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

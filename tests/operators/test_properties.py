@@ -1,6 +1,6 @@
 """Random operators, shapes, strides, paddings, grids and worlds: all equal one device.
 
-An example is one module with several random plans; `PLANS` of them count as that many cases.
+An example is one module with several random plans, each of which counts as a case.
 """
 
 from __future__ import annotations
@@ -9,26 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from exactness import assert_exact, seeded, seeded_input
-from shardwise.model.capture import capture
-from shardwise.plans.plan import Plan
-
-PLANS = 6  # per example
-EXAMPLES = 16  # per property: with six properties and six plans each, 576 cases
-DEEP = 900
-# Small ones more often: a case takes as many seconds as it has ranks, and finds as much.
-WORLDS = (2, 3, 2, 4, 8, 2, 3, 2, 4, 3, 6, 1, 2, 3, 2, 4, 5, 2, 3, 2, 4, 1, 7, 3)
-quick = settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-deep = settings(max_examples=DEEP, deadline=None, suppress_health_check=list(HealthCheck))
+from random_cases import check, deep, quick
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -36,14 +21,6 @@ MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 AVG_POOLS = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 INSTANCE_NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
-
-
-def check(module: nn.Module, shape: tuple[int, ...], seed: int) -> None:
-    module, x = seeded(module, seed), seeded_input(shape, seed)
-    graph = capture(module, x)
-    worlds = [WORLDS[(seed + i) % len(WORLDS)] for i in range(PLANS)]
-    plans = [Plan.random(graph, world, seed + i) for i, world in enumerate(worlds)]
-    assert_exact(module, x, plans, graph)
 
 
 @st.composite

@@ -5,12 +5,15 @@ An operator reads a `Call` and says which layers compute it: `Request`s, mostly 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import CaptureError
 from shardwise.graph.labels import default_dims
@@ -24,7 +27,12 @@ def aten_name(node: fx.Node, strip: bool = True) -> str:
 
     Operators of others keep their namespace: what they call relu may be anything.
     """
-    whole = str(getattr(node.target, "_schema", node.target)).split("(")[0]
+    return _name_of(node.target, strip)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(target: Any, strip: bool) -> str:
+    whole = str(getattr(target, "_schema", target)).split("(")[0]
     space, _, name = whole.rpartition("::")
     name = name.split(".")[0]
     name = name.rstrip("_") if strip and not name.startswith("_") else name
@@ -62,6 +70,12 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a call's arguments, as often as they stand there."""
+    leaves = tree_leaves((node.args, node.kwargs))
+    return [n for n in leaves if isinstance(n, fx.Node) and n in set(tensor_nodes(node))]
+
+
 def draws(node: fx.Node) -> bool:
     """Whether an operator uses random numbers."""
     tags = getattr(node.target, "tags", ())
@@ -93,6 +107,7 @@ class Request:
     attrs: Any = None  # of the class that its operator has for them
     shape: tuple[int, ...] | None = None  # of the result, where it is not that of the call
     dims: str | None = None  # its labels, where they do not follow from those of its tensors
+    dtype: torch.dtype | None = None  # of the result, where it is not that of the call
     traits: Traits = field(default_factory=Traits)
 
     def __post_init__(self) -> None:
@@ -141,7 +156,9 @@ class Call:
     @property
     def num_dims(self) -> int:
         """The number in a name such as conv2d."""
-        return int(self.name[-2])
+        found = re.search(r"([123])d", self.name)
+        assert found is not None, self.name
+        return int(found[1])
 
     @property
     def x(self) -> Any:
@@ -185,6 +202,7 @@ class Call:
             module=self.model.module_of(self.node),
             always=bool(flag) and not self.model.training,
             never=not flag and self.model.training,  # F.dropout(training=False), say
+            idle=not flag,
         )
 
     def check_written(self, *names: str) -> None:
@@ -198,22 +216,49 @@ class Call:
                 )
 
 
+# Operators whose derivative is another one in place: from the result, or none at all.
+OTHERWISE_IN_PLACE = frozenset(
+    """
+    elu selu celu leaky_relu rrelu eq ne lt le gt ge logical_and logical_or logical_xor logical_not
+    """.split()  # noqa: SIM905
+)
+
+
+def as_called(op: str, call: Call, overwrites: bool = False) -> Request:
+    """A layer that runs the call itself, on parts of its tensors or on the whole ones."""
+    traits = Traits(
+        called=bare(call.name),
+        written=call.in_place,
+        in_place=call.in_place and overwrites,
+        on_a_copy=call.in_place and call.name in OTHERWISE_IN_PLACE,
+        draws=draws(call.node),
+    )
+    return Request(op, tuple(tensor_nodes(call.node)), traits=traits)
+
+
 # -- as layers keep it ----------------------------------------------------------------------------
 
 
 def call_template(
-    called: fx.Node, places: Mapping[Any, Any], plain: Callable[[Any], Any]
+    called: fx.Node, tensors: Sequence[Any], places: Sequence[Any], plain: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The target and the arguments of a call, with places for its tensors and plain numbers."""
+    """The target and the arguments of a call, with places for its tensors and plain numbers.
+
+    A tensor that is an argument several times may have several places, in the same order.
+    """
+    left: dict[Any, list[Any]] = {}
+    for tensor, place in zip(tensors, places, strict=True):
+        left.setdefault(tensor, []).append(place)
 
     def template(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             filled = [template(item) for item in value]
             return tuple(filled) if isinstance(value, tuple) else filled
-        is_tensor = isinstance(value, fx.Node) and value in places
-        return places[value] if is_tensor else plain(value)
+        if not isinstance(value, fx.Node) or value not in left:
+            return plain(value)
+        return left[value].pop(0) if len(left[value]) > 1 else left[value][0]
 
-    overwrites = any(isinstance(place, Like) for place in places.values())  # a new tensor
+    overwrites = any(isinstance(place, Like) for place in places)  # a new tensor
     target = called.target if overwrites else pure(called.target)
     args, kwargs = called.args, called.kwargs
     if sorted(names_of(target)) == sorted(names_of(called.target)) and target is not called.target:
@@ -277,6 +322,6 @@ def reshaped(
 ) -> Requests:
     """An operator on its first tensor in another shape: that of a batch of one, or of rows."""
     first, *others = request.tensors
-    lifted = Request("view", (first,), shape=given, dims=dims)
+    lifted = Request("view", (first,), shape=given, dims=dims, dtype=first.meta["val"].dtype)
     inside = replace(request, tensors=(PREVIOUS, *others), shape=made)
     return [lifted, inside, Request("view", (PREVIOUS,), shape=call.result)]

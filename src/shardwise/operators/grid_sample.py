@@ -17,7 +17,7 @@ class GridSampleAttrs:
     how: tuple[int, int, bool]  # the numbers of its modes, and whether corners are aligned
 
 
-@operator("grid_sample", "grid_sampler")
+@operator("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 class GridSample(Strategy):
     """Samples, channels and positions may be split; a position may read anything of its image."""
 

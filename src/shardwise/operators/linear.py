@@ -8,17 +8,27 @@ and computes a partial sum of the filters of block f; partial sums are added ove
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 
 import numpy as np
 import torch
+from torch import fx
 from torch.nn import functional
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.labels import Shape, inherited_dims
+from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import Call, Request, Requests, of_samples, reshaped
+from shardwise.operators.calls import (
+    PREVIOUS,
+    Call,
+    Request,
+    Requests,
+    aten_name,
+    of_samples,
+    reshaped,
+)
 from shardwise.operators.splits import Split
 from shardwise.operators.strategy import Inputs, Local, Need, Strategy, operator, whole
 
@@ -80,6 +90,25 @@ def _gathered_gradients(
     return found[: 1 + has_bias]
 
 
+VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
+
+
+def _rows_apart(call: Call) -> Shape | None:
+    """What the rows of a linear layer are made of, where they are views before and after it.
+
+    nn.MultiheadAttention makes rows of steps and samples, in this order, which cannot be split over
+    samples; the layer may as well see them apart.
+    """
+    users = [user for user in call.node.users if aten_name(user) in VIEWS]
+    shapes = {call.shape(user)[:-1] for user in users}
+    lead = min(shapes, default=())
+    is_view = isinstance(call.x, fx.Node) and aten_name(call.x) in VIEWS
+    if not is_view or len(users) < len(call.node.users) or len(shapes) != 1:
+        return None
+    fits = len(call.result) == 2 < len(lead) + 1 <= 4 and prod(lead) == call.result[0]
+    return lead if fits and all(lead) else None
+
+
 @operator("linear", "linear")
 class Linear(Contraction):
     """y[..., f] = sum over c of x[..., c] w[f, c] + b[f]."""
@@ -91,17 +120,25 @@ class Linear(Contraction):
         if len(call.shape(call["weight"])) != 2:  # one filter, of an output without a dimension
             return None
         request = Request("linear", call.pick("input", "weight", "bias"))
-        made = call.result
+        made, lead = call.result, _rows_apart(call)
+        if lead is not None:
+            before = Request("view", (call.x.args[0],), shape=(*lead, call.shape()[-1]))
+            others = {"tensors": (PREVIOUS, *request.tensors[1:]), "shape": (*lead, made[-1])}
+            return [before, replace(request, **others)]
         if len(made) > 4:  # one dimension of rows is as good as many
             rows = prod(made[:-1])
             return reshaped(call, request, (rows, call.shape()[-1]), (rows, made[-1]), "nc")
         return of_samples(call, request, num_dims=0)
 
     def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
-        same_rank = [dims for _, dims in inputs if len(dims) == len(shape)]
-        if same_rank and same_rank[0][-1] == "c":
-            return inherited_dims(shape, inputs)
-        return ("nc", "nwc", "nhwc")[len(shape) - 2] if 2 <= len(shape) <= 4 else ""
+        """The last dimension has channels, and what had them before has its label instead."""
+        usual = ("nc", "nwc", "nhwc")[len(shape) - 2]
+        known = next((dims for _, dims in inputs if len(dims) == len(shape)), usual)
+        lead = known[:-1] if known[-1] == "c" else known[:-1].replace("c", known[-1])
+        found = [*lead, "c"]
+        for dim, label in enumerate(usual):
+            found[dim] = label if found[dim] == "." and label not in found else found[dim]
+        return "".join(found)
 
     def makes_new_tensor(self, layer: Layer) -> bool:
         return True

@@ -17,9 +17,24 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.labels import Shape
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.norm_over_ranks import Grouping, Normalize, NormalizeChannels
+from shardwise.operators.norm_over_ranks import (
+    Grouping,
+    Normalize,
+    NormalizeChannels,
+    NormalizeSize,
+    precise,
+)
+from shardwise.operators.reduce import DimAttrs
 from shardwise.operators.splits import Split, rows
-from shardwise.operators.strategy import Local, Need, Strategy, is_active, operator
+from shardwise.operators.strategy import (
+    Inputs,
+    Local,
+    Need,
+    Strategy,
+    broadcast,
+    is_active,
+    operator,
+)
 from shardwise.tensors import memory_format_of
 
 Grouped = tuple[Grouping, int]
@@ -108,6 +123,9 @@ class BatchNorm(Norm):
 
     labels_by_position = True
     counts_batches = True
+
+    def num_sums(self, layer: Layer) -> int:
+        return 0 if layer.traits.idle else super().num_sums(layer)
 
     def read(self, call: Call) -> Request | None:
         if len(call.shape()) < 2:
@@ -235,7 +253,9 @@ class GroupNorm(Norm):
 class LayerNorm(Norm):
     """Statistics over the last dimensions, for each index of the leading ones."""
 
-    def read(self, call: Call) -> Request:
+    num_statistics = 2  # of each group
+
+    def read(self, call: Call) -> Request | None:
         attrs = LayerNormAttrs(call["eps"], len(call["normalized_shape"]))
         return Request("layer_norm", call.pick("input", "weight", "bias"), attrs)
 
@@ -244,13 +264,13 @@ class LayerNorm(Norm):
         return Layout.of(shape, [split.dim_ranges(lead + dim) for dim in range(len(shape))])
 
     def sums(self, split: Split[LayerNormAttrs]) -> Layout | None:
-        lead = len(split.layer.shape) - split.layer.attrs.num_dims
+        lead, each = len(split.layer.shape) - split.layer.attrs.num_dims, self.num_statistics
         if all(split.dim_degree(dim) == 1 for dim in range(lead, len(split.layer.shape))):
             return None
-        if lead == 0:  # one pair of sums
-            return Layout.of((2, 1), [split.whole(2), split.whole(1)])
-        shape = (2, *split.layer.shape[:lead])
-        return Layout.of(shape, [split.whole(2), *(split.dim_ranges(d) for d in range(lead))])
+        if lead == 0:  # one group
+            return Layout.of((each, 1), [split.whole(each), split.whole(1)])
+        shape = (each, *split.layer.shape[:lead])
+        return Layout.of(shape, [split.whole(each), *(split.dim_ranges(d) for d in range(lead))])
 
     def stock(self, local: Local[LayerNormAttrs], x: Tensor, params: Params) -> Tensor:
         shape = x.shape[x.ndim - local.attrs.num_dims :]
@@ -263,3 +283,53 @@ class LayerNorm(Norm):
 
     def weight_view(self, x: Tensor, weight: Tensor) -> list[int]:
         return list(weight.shape)
+
+
+@operator("rms_norm", "rms_norm")
+class RMSNorm(LayerNorm):
+    """Division by the root of the mean square: no mean is taken away, and nothing is added."""
+
+    num_statistics = 1
+
+    def read(self, call: Call) -> Request | None:
+        if call.node.meta["val"].is_complex():
+            return None
+        attrs = LayerNormAttrs(call["eps"], len(call["normalized_shape"]))
+        return Request("rms_norm", call.pick("input", "weight"), attrs)
+
+    def num_sums(self, layer: Layer) -> int:
+        return 1
+
+    def run(self, local: Local[LayerNormAttrs], tensors: list[Tensor]) -> Tensor:
+        x, weight = local.tensors(tensors)
+        assert x is not None
+        eps, shape = local.attrs.eps, x.shape[x.ndim - local.attrs.num_dims :]
+        if local.sums is None:
+            return functional.rms_norm(x, shape, weight, eps)
+        eps = torch.finfo(precise(x.dtype)).eps if eps is None else eps
+        grouping, count = self.grouping(local, x, local.sums.shape)
+        y: Tensor = NormalizeSize.apply(x, weight, grouping, count, eps, local.sum)  # type: ignore
+        return y.to(local.layer.dtype)
+
+
+@operator("weight_norm", "_weight_norm")
+class WeightNorm(Strategy):
+    """A direction v times a length g, one for every index of a dimension: only that one is cut."""
+
+    keeps_inputs, draws = True, False
+    as_called = True
+
+    def read(self, call: Call) -> Request:
+        return Request("weight_norm", call.pick("v", "g"), DimAttrs(call["dim"]))
+
+    def labels(self, attrs: DimAttrs, shape: Shape, inputs: Inputs) -> str:
+        return "".join("c" if dim == attrs.dim else "." for dim in range(len(shape)))
+
+    def needs(self, split: Split[DimAttrs]) -> tuple[Need, ...]:
+        return tuple(Need(broadcast(split, o.shape)) for o in split.layer.operands)
+
+    def run(self, local: Local[DimAttrs], tensors: list[Tensor]) -> Tensor:
+        return local.layer.call(tensors)
+
+    def flops(self, split: Split) -> np.ndarray:
+        return 4.0 * self.output(split).numels

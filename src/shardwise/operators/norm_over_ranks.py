@@ -8,12 +8,15 @@ float64, which has no wider type to add squares in, the variance takes a message
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 
 from shardwise.tensors import memory_format_of
+
+Total = Callable[[torch.Tensor], torch.Tensor]  # adds up what all ranks have
 
 
 class Grouping:
@@ -48,10 +51,10 @@ class Grouping:
     def normal(
         self, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x with mean 0 and variance 1, and by what it was scaled, with the digits of _precise."""
-        precise = _precise(x.dtype)
-        scale = self.expand(rstd).to(precise)
-        return (x - self.expand(mean).to(precise)) * scale, scale
+        """x with mean 0 and variance 1, and by what it was scaled, with the digits of `precise`."""
+        digits = precise(x.dtype)
+        scale = self.expand(rstd).to(digits)
+        return (x - self.expand(mean).to(digits)) * scale, scale
 
     def moments(self, x: torch.Tensor) -> torch.Tensor:
         """Sum and sum of squares per group, in float64 so that they can be added safely; [2, ...].
@@ -63,7 +66,7 @@ class Grouping:
         count = prod(x.shape[dim] for dim in self.dims)
         mean, var = x.double(), x.new_zeros(x.shape, dtype=torch.float64)
         if self.dims:
-            values = x.to(_precise(x.dtype))
+            values = x.to(precise(x.dtype))
             var, mean = torch.var_mean(values, self.dims, correction=0, keepdim=True)
             mean, var = mean.double().flatten(1), var.double().flatten(1)
         sums = torch.stack([mean * count, (var + mean * mean) * count])
@@ -77,17 +80,23 @@ class Grouping:
         return sums
 
 
+def statistics(
+    x: torch.Tensor, grouping: Grouping, count: int, total: Total
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of groups that span ranks."""
+    sums = total(grouping.moments(x))
+    mean = sums[0] / count
+    if x.dtype is torch.float64:
+        return mean, total(grouping.squares(x, mean))[1] / count
+    return mean, (sums[1] / count - mean * mean).clamp_min(0)
+
+
 class Normalize(torch.autograd.Function):
     """y = (x - mean) * rstd * weight + bias, with mean and rstd over groups that span ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, grouping, count, eps, total):  # type: ignore[no-untyped-def]
-        sums = total(grouping.moments(x))
-        mean = sums[0] / count
-        if x.dtype is torch.float64:
-            var = total(grouping.squares(x, mean))[1] / count
-        else:
-            var = (sums[1] / count - mean * mean).clamp_min(0)
+        mean, var = statistics(x, grouping, count, total)
         rstd = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias = bias is not None
@@ -122,6 +131,40 @@ class Normalize(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
+class NormalizeSize(torch.autograd.Function):
+    """y = x * weight / size, with the root of the mean square over groups that span ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, grouping, count, eps, total):  # type: ignore[no-untyped-def]
+        values = x.to(precise(x.dtype))
+        squares = grouping.project(values.square()) if x.numel() else grouping.nothing(x)[0]
+        rstd = (total(squares.unsqueeze(0))[0] / count + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.grouping, ctx.count, ctx.total = grouping, count, total
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        normal = values * grouping.expand(rstd).to(values.dtype)
+        return normal if weight is None else normal * weight
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, weight, rstd = ctx.saved_tensors
+        grouping = ctx.grouping
+        if x.numel() == 0:
+            ctx.total(grouping.nothing(x)[:1])
+            dw = None if weight is None else torch.zeros_like(weight)
+            return torch.empty_like(x), dw, None, None, None, None
+        values = x.to(precise(x.dtype))
+        scale = grouping.expand(rstd).to(values.dtype)
+        normal, dy, dw = values * scale, dy.to(values.dtype), None
+        if weight is not None:
+            dw, dy = (dy * normal).sum_to_size(weight.shape), dy * weight
+        sums = grouping.project(dy * normal).unsqueeze(0)
+        along = grouping.expand(ctx.total(sums)[0] / ctx.count).to(values.dtype)
+        dx = ((dy - normal * along) * scale).to(x.dtype)
+        return dx, dw, None, None, None, None
+
+
 class NormalizeChannels(torch.autograd.Function):
     """`Normalize` where a group is a channel: torch's own batch norm, given the statistics.
 
@@ -141,14 +184,14 @@ class NormalizeChannels(torch.autograd.Function):
             dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
             sums[1] = (x - mean.view(shape)).square().sum(dims)
             var = total(sums.unsqueeze(1)).squeeze(1)[1] / count
-        precise = _precise(x.dtype)
-        given = mean.to(precise), var.to(precise)
+        digits = precise(x.dtype)
+        given = mean.to(digits), var.to(digits)
         ctx.save_for_backward(x, weight, *given)
         ctx.bias, ctx.count, ctx.eps, ctx.total = bias is not None, count, eps, total
         ctx.mark_non_differentiable(mean, var)
         if x.numel() == 0:
             return torch.empty_like(x), mean, var
-        scale, offset = (None if p is None else p.to(precise) for p in (weight, bias))
+        scale, offset = (None if p is None else p.to(digits) for p in (weight, bias))
         y = torch.native_batch_norm(x, scale, offset, *given, False, 0.0, eps)[0]
         return y, mean, var
 
@@ -177,13 +220,13 @@ class NormalizeChannels(torch.autograd.Function):
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance of every channel of a block."""
-    if _precise(x.dtype) is x.dtype:
+    if precise(x.dtype) is x.dtype:
         return torch.batch_norm_update_stats(x, None, None, 0.0)
     dims = [0, *range(2, x.ndim)]
-    var, mean = torch.var_mean(x.to(_precise(x.dtype)), dims, correction=0)
+    var, mean = torch.var_mean(x.to(precise(x.dtype)), dims, correction=0)
     return mean, var
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def precise(dtype: torch.dtype) -> torch.dtype:
     """What statistics are kept in: those of 16 bits have too few digits for their differences."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.geometry.layout import Layout
-from shardwise.graph.layer_graph import Layer, Traits
-from shardwise.operators.calls import Call, Request, bare, draws, tensor_nodes
+from shardwise.graph.labels import Shape, default_dims
+from shardwise.graph.layer_graph import Layer
+from shardwise.operators.calls import Call, Request, as_called, draws, overloads_of, tensor_nodes
+from shardwise.operators.follow import follow, same
 from shardwise.operators.splits import Split
 from shardwise.operators.strategy import (
     Function,
+    Inputs,
     Local,
     Need,
     Strategy,
     broadcast,
-    is_active,
     operator,
 )
 
@@ -27,7 +29,9 @@ class Input(Strategy):
     """A tensor the user gives; its config says which part each rank reads from the data set."""
 
     keeps_inputs, draws = False, False
-    labels_by_position = True
+
+    def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
+        return "n" if len(shape) == 1 else default_dims(shape)
 
     def needs(self, split: Split) -> tuple[Need, ...]:
         return ()
@@ -36,38 +40,33 @@ class Input(Strategy):
         raise AssertionError("an input is given")
 
 
-UNARY = """
-    abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh elu erf erfc
-    exp expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p
-    log2 log_sigmoid logit logical_not mish nan_to_num neg reciprocal relu relu6 round rsqrt selu
-    sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold trunc to clone
-    contiguous type_as bitwise_not detach isnan isinf isfinite
-""".split()  # noqa: SIM905 (a word list reads better)
-BINARY = """
-    add sub rsub mul div maximum minimum pow where eq ne lt le gt ge logical_and logical_or
-    logical_xor atan2 fmod remainder lerp addcmul addcdiv masked_fill
-    bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ fill zero
-""".split()  # noqa: SIM905
-POINTWISE = frozenset(UNARY + BINARY)
-
-# Operators whose derivative is another one in place: from the result, or none at all.
-OTHERWISE_IN_PLACE = frozenset(
+# What torch does not call pointwise itself, but is: see `is_pointwise`.
+POINTWISE = frozenset(
     """
-    elu selu celu leaky_relu rrelu eq ne lt le gt ge logical_and logical_or logical_xor logical_not
-    """.split()  # noqa: SIM905
+    to type_as contiguous detach fill zero hardswish log_sigmoid relu6 selu square __and__ __or__
+    __xor__ __lshift__ __rshift__ complex polar _conj _neg_view resolve_conj resolve_neg real imag
+    conj floor_divide mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss
+    binary_cross_entropy_with_logits
+    """.split()  # noqa: SIM905 (a word list reads better)
 )
 
 
-def as_called(op: str, call: Call, overwrites: bool = False) -> Request:
-    """A layer that runs the call itself, on parts of its tensors or on the whole ones."""
-    traits = Traits(
-        called=bare(call.name),
-        written=call.in_place,
-        in_place=call.in_place and overwrites,
-        on_a_copy=call.in_place and call.name in OTHERWISE_IN_PLACE,
-        draws=draws(call.node),
-    )
-    return Request(op, tuple(tensor_nodes(call.node)), traits=traits)
+OVERLOADED = ("max", "min")  # of two tensors, or along a dimension
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether each element of the result comes from the same place of all tensors."""
+    target: Any = call.node.target
+    ours = call.name in POINTWISE or is_called_pointwise(call.name)
+    also = call.name not in OVERLOADED or torch.Tag.pointwise in target.tags
+    return ours and also and not draws(call.node)
+
+
+@cache
+def is_called_pointwise(name: str) -> bool:
+    """Whether torch says so of an ATen operator; it may forget some overloads, in place say."""
+    overloads = overloads_of(getattr(torch.ops.aten, name, None))
+    return any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
 # What the backward pass of an operator reads; all others read their operands.
@@ -83,6 +82,11 @@ class Pointwise(Strategy):
     as_called = True
 
     def read(self, call: Call) -> Request | None:
+        reduces = call.args.get("reduction", 0)  # of a loss: see parts.py
+        if not is_pointwise(call) or reduces:
+            return None
+        if call.item is not None:  # one of several results
+            return follow(call, [(x, same(call, x)) for x in tensor_nodes(call.node)])
         return as_called("pointwise", call, overwrites=True)
 
     def ends_gradient(self, layer: Layer) -> bool:
@@ -165,59 +169,3 @@ class Expand(Pointwise):
 
     def run(self, local: Local, tensors: list[torch.Tensor]) -> torch.Tensor:
         return tensors[0].expand(local.output.shape)
-
-
-@dataclass(frozen=True)
-class DropoutAttrs:
-    p: float
-
-
-@operator("dropout", "dropout")
-class Dropout(Pointwise):
-    """Dropout whose mask does not depend on the split.
-
-    Every rank draws the mask of the whole tensor, as one device would, and uses its own part.
-    Ranks with the same seed therefore compute exactly what one device computes.
-    """
-
-    draws = True
-    as_called = False
-    keeps_bytes = 4  # the mask
-    feature = False  # whole channels are dropped
-
-    def read(self, call: Call) -> Request:
-        memory = call.model.memory_order_of(call.x) or (0,)
-        traits = replace(call.mode(call["train"]), memory=memory)
-        return Request(self.op, (call.x,), DropoutAttrs(call["p"]), traits=traits)
-
-    def run(self, local: Local[DropoutAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
-        (x,) = tensors
-        is_module = isinstance(local.module, nn.modules.dropout._DropoutNd)
-        p = local.module.p if is_module else local.attrs.p  # a module's p may change
-        shape = local.layer.shape
-        if not is_active(local) or p == 0 or 0 in shape:
-            return x
-        if p == 1:  # torch draws nothing then
-            return x * 0.0
-        if self.feature:
-            shape = shape[:2] + (1,) * (len(shape) - 2)
-        order = local.layer.traits.memory
-        assert order is not None
-        mask = _draw(x, shape, order, p, fused=x.is_cuda and not self.feature)
-        box = local.output.slices_in(local.output.whole(local.layer.shape))
-        mask = mask[box[:2]] if self.feature else mask[box]
-        return x * mask * (1 / (1 - p))
-
-
-def _draw(
-    x: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], p: float, fused: bool
-) -> torch.Tensor:
-    """The mask one device would draw, in its order of memory; CUDA has a kernel of its own."""
-    dtype = x.dtype if x.is_cuda else torch.bool
-    whole = torch.empty_permuted(shape, order, dtype=dtype, device=x.device)
-    return torch.native_dropout(whole, p, True)[1] if fused else whole.bernoulli_(1 - p)
-
-
-@operator("feature_dropout", "feature_dropout")
-class FeatureDropout(Dropout):
-    feature = True

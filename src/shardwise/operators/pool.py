@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardwise.errors import CaptureError
 from shardwise.geometry.layout import Layout, Ranges
+from shardwise.operators.along import last
 from shardwise.operators.calls import Call, Request, Requests, of_samples, per_dim
 from shardwise.operators.reduce import reduction
 from shardwise.operators.splits import Split, window
@@ -41,6 +42,11 @@ class PoolAttrs:
 class AvgPoolAttrs(PoolAttrs):
     count_include_pad: bool
     divisor: int | None
+
+
+@dataclass(frozen=True)
+class IndexedPoolAttrs(PoolAttrs):
+    item: int  # maxima, or places
 
 
 class Pool(Strategy):
@@ -105,6 +111,38 @@ class MaxPool(Pool):
         a = local.attrs
         padding, ceil_mode = (0, False) if padded else (a.padding, a.ceil_mode)
         return MAX_POOL[x.ndim - 2](x, a.kernel, a.stride, padding, a.dilation, ceil_mode)
+
+
+@operator("max_pool_indices", *(f"max_pool{n}d_with_indices" for n in (2, 3)))
+class MaxPoolIndices(MaxPool):
+    """The maxima, or where they were found: counted through the whole of space."""
+
+    def read(self, call: Call) -> Request | Requests:
+        attrs = IndexedPoolAttrs(**vars(self.window(call)), item=call.item or 0)
+        return pooled("max_pool_indices", call, attrs)
+
+    def pool(self, local: Local, x: torch.Tensor, padded: bool) -> torch.Tensor:
+        a: IndexedPoolAttrs = local.attrs
+        if a.item == 0:
+            return super().pool(local, x, padded)
+        padding, ceil_mode = (0, False) if padded else (a.padding, a.ceil_mode)
+        pool = MAX_POOL[x.ndim - 2]
+        found = pool(x, a.kernel, a.stride, padding, a.dilation, ceil_mode, return_indices=True)[1]
+        return self._counted(local, x, found) if padded else found
+
+    @staticmethod
+    def _counted(local: Local, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """From places in this rank's part to places in the whole.
+
+        Where all of a window is -inf torch says its first place that is not padding.
+        """
+        places, unit = torch.zeros_like(found), 1
+        for dim in reversed(range(2, x.ndim)):
+            size, step = local.layer.operands[0].shape[dim], local.attrs.dilation[dim - 2]
+            place = found % x.shape[dim] + local.needs[0].starts[dim]
+            places += torch.where(place < 0, place % step, place) * unit
+            found, unit = found // x.shape[dim], unit * size
+        return places
 
 
 @operator("avg_pool", "avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -208,5 +246,5 @@ class AdaptiveMaxPool(AdaptivePool):
 
     def read(self, call: Call) -> Request | Requests | None:
         if call.item:  # where each maximum was found
-            return None
+            return last(call, call.num_dims)
         return pooled("adaptive_max_pool", call)

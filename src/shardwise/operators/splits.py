@@ -31,6 +31,15 @@ def window(ranges: Ranges, kernel: int, stride: int, left: int, dilation: int = 
     return np.where(empty[:, None], 0, np.stack([starts, stops], axis=1))
 
 
+MOST_KEPT = 4096  # answers of a grid: models may be given images of any number of sizes
+
+
+def _keep(answers: dict[Any, Any], most: int) -> None:
+    """Forgets the oldest answers."""
+    while len(answers) > most:
+        answers.pop(next(iter(answers)))
+
+
 @dataclass(frozen=True, eq=False)
 class Grid:
     """Where each rank stands under a config; the same for all layers that have this config.
@@ -41,7 +50,7 @@ class Grid:
 
     configs: tuple[Config, ...]
     world: int  # of each config
-    layouts: dict[tuple[Any, ...], Layout] = field(default_factory=dict)  # of outputs, see Strategy
+    _layouts: dict[tuple[Any, ...], Layout] = field(default_factory=dict)
     _ranges: dict[tuple[Any, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
@@ -68,7 +77,22 @@ class Grid:
         """Each rank's block of `size` indices split over the product of these axes."""
         if (size, axes) not in self._ranges:
             self._ranges[size, axes] = self._new_ranges(size, axes)
+            _keep(self._ranges, MOST_KEPT)
         return self._ranges[size, axes]
+
+    def layout(self, shape: tuple[int, ...], dims: str) -> Layout:
+        """The blocks of a tensor whose dimensions have these labels."""
+        if (shape, dims) not in self._layouts:
+            pairs = zip(shape, dims, strict=True)
+            ranges = [self.ranges(size, LABEL_AXES[label]) for size, label in pairs]
+            self._layouts[shape, dims] = Layout.of(shape, ranges)
+            _keep(self._layouts, MOST_KEPT)
+        return self._layouts[shape, dims]
+
+    def forget(self, most: int) -> None:
+        """Keeps the last few answers only."""
+        _keep(self._layouts, most)
+        _keep(self._ranges, most)
 
     def _new_ranges(self, size: int, axes: tuple[str, ...]) -> Ranges:
         index, degree = np.zeros(len(self.used), dtype=np.int64), 1

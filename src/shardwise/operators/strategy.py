@@ -140,6 +140,10 @@ class Strategy:
         """Whether the backward pass reads the operands."""
         return self.keeps_inputs
 
+    def keeps_beside(self, layer: Layer) -> float:
+        """What the backward pass reads beside tensors; bytes per element of the output."""
+        return self.keeps_bytes
+
     def num_sums(self, layer: Layer) -> int:
         """How many messages of statistics, if any, its forward pass sends one after the other."""
         return 1
@@ -157,10 +161,7 @@ class Strategy:
     @remembered
     def output(self, split: Split) -> Layout:
         """The partition of the output."""
-        key = split.layer.shape, split.layer.dims
-        if key not in split.grid.layouts:
-            split.grid.layouts[key] = Layout.of(split.layer.shape, split.all_ranges())
-        return split.grid.layouts[key]
+        return split.grid.layout(split.layer.shape, split.layer.dims)
 
     def partial(self, split: Split) -> Layout | None:
         """The cover of partial results that are summed into `output`, if there are any."""
@@ -322,8 +323,9 @@ def _draws(aten: str) -> bool:
 
 
 def read(call: Call) -> Requests:
-    """The layers that compute a call: made of shapes alone, known, or whole on one worker."""
-    for reader in (STRATEGIES["made"], READERS.get(call.name), STRATEGIES["opaque"]):
+    """The layers that compute a call: by who knows it, or whole on one worker."""
+    anyone = (STRATEGIES[name] for name in ("pointwise", "drawn", "opaque"))
+    for reader in (STRATEGIES["made"], READERS.get(call.name), *anyone):
         found = _read(reader, call) if reader is not None else None
         if found is not None:
             return [found] if isinstance(found, Request) else found

@@ -1,4 +1,4 @@
-"""What is not cut: tensors that every rank makes, and operators that nobody has described."""
+"""What is not cut: what every rank makes or draws, and operators that nobody has described."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import Layer
-from shardwise.operators.calls import Call, Request, draws, tensor_nodes
-from shardwise.operators.pointwise import as_called
+from shardwise.operators.calls import Call, Request, as_called, draws, tensor_nodes
 from shardwise.operators.splits import Split
 from shardwise.operators.strategy import Local, Need, Strategy, narrow, operator
 
@@ -19,7 +18,8 @@ from shardwise.operators.strategy import Local, Need, Strategy, narrow, operator
 MADE = frozenset(
     """
     zeros ones full empty arange eye linspace logspace scalar_tensor zeros_like ones_like full_like
-    empty_like new_zeros new_ones new_full new_empty tril_indices triu_indices
+    empty_like new_zeros new_ones new_full new_empty tril_indices triu_indices range empty_strided
+    new_empty_strided hann_window hamming_window bartlett_window blackman_window kaiser_window
     """.split()  # noqa: SIM905
 )
 
@@ -70,6 +70,8 @@ class Made(Strategy):
 
 def _check_item(call: Call) -> None:
     """Every result of an operator is a layer that computes it anew: that must be the same."""
+    if call.item is None:
+        return
     used = [user for user in call.node.users if user.users]
     if len(used) > 1 and draws(call.node):
         raise CaptureError(
@@ -84,8 +86,47 @@ def _check_item(call: Call) -> None:
 
 
 @dataclass(frozen=True)
-class OpaqueAttrs:
+class ItemAttrs:
     item: int | None  # which of several results
+
+
+@operator("drawn")
+class Drawn(Strategy):
+    """Numbers whose drawing depends on values: every rank draws all, and keeps its part."""
+
+    keeps_inputs, draws = True, True
+    as_called = True
+
+    def read(self, call: Call) -> Request | None:
+        if not draws(call.node) or "::" in call.name:
+            return None
+        _check_item(call)
+        request = as_called("drawn", call)
+        memory = call.model.memory_order_of(request.tensors[0])
+        return replace(
+            request,
+            attrs=ItemAttrs(call.item),
+            traits=replace(request.traits, memory=memory or (0,)),
+        )
+
+    def needs(self, split: Split) -> tuple[Need, ...]:
+        layer, world = split.layer, split.world
+        return tuple(Need(Layout.replicated(o.shape, world)) for o in layer.operands)
+
+    def run(self, local: Local[ItemAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+        layer, order = local.layer, local.layer.traits.memory
+        assert order is not None
+        result = layer.call([laid_out(tensors[0], order), *tensors[1:]])
+        y = result if local.attrs.item is None else result[local.attrs.item]
+        return narrow(y.reshape(layer.shape), Box.whole(layer.shape), local.output)
+
+
+def laid_out(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers in another order of memory, in which torch goes through them."""
+    if len(order) != x.ndim:
+        return x.contiguous()
+    back = [order.index(dim) for dim in range(x.ndim)]
+    return x.permute(order).contiguous().permute(back)
 
 
 @operator("opaque")
@@ -102,9 +143,8 @@ class Opaque(Strategy):
     known = False
 
     def read(self, call: Call) -> Request:
-        if call.item is not None:
-            _check_item(call)
-        return replace(as_called("opaque", call), attrs=OpaqueAttrs(call.item))
+        _check_item(call)
+        return replace(as_called("opaque", call), attrs=ItemAttrs(call.item))
 
     def axes(self, layer: Layer) -> dict[str, int]:
         return {}
@@ -116,7 +156,7 @@ class Opaque(Strategy):
     def output(self, split: Split) -> Layout:
         return Layout.on(split.layer.shape, split.world, split.config.ranks)
 
-    def run(self, local: Local[OpaqueAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(self, local: Local[ItemAttrs], tensors: list[torch.Tensor]) -> torch.Tensor:
         result = local.layer.call(tensors)
         item = local.attrs.item
         made, layer = result if item is None else result[item], local.layer
