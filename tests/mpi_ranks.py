@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from pipes import Run, new_pipe, plan_of
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardwise.launch.launchers import end_all, init_from_environment
 from shardwise.model.capture import capture
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
+from shardwise.runtime.parallel import parallelize
 from shardwise.verify import Comparison, compare
 from summed_training import STEPS, Net, train, weights_of
 
@@ -296,6 +298,21 @@ def checkpoints(ranks: Ranks) -> None:
         torch.testing.assert_close(states[0][name], tensor, rtol=1e-9, atol=1e-9)
 
 
+def some_ranks() -> None:
+    """Two pairs train a pipe each, at the same time, and both with others between, in turns."""
+    runs = []
+    for seed, members in enumerate(((0, 1), (3, 2), (1, 3), (0, 2, 1), (0, 1, 2, 3))):
+        group, pipe = dist.new_group(members, sort_ranks=False), new_pipe(seed)
+        if dist.get_rank() in members:
+            plan = plan_of(pipe, "decoder", len(members), **({"h": 2} if seed == 1 else {}))
+            pipe.decoder = parallelize(pipe.decoder, plan, group=group)
+            runs.append(Run(pipe, seed, clip=0.2))
+    for _ in range(2):
+        for run in runs:
+            run.step()
+    assert [run.finish() for run in runs] == [[] for _ in runs]
+
+
 def cases(ranks: Ranks) -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in DTYPES:
         yield f"operation: messages of {dtype}", partial(ranks.run, messages, dtype)
@@ -311,6 +328,7 @@ def cases(ranks: Ranks) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "training: SGD", partial(training, ranks, Engine("chunks", last=1), "momentum")
     yield "training: Adam", partial(training, ranks, Engine("layer"), "adam")
     yield "training: checkpoints", partial(checkpoints, ranks)
+    yield "training: parts of models on some ranks", partial(ranks.run, some_ranks)
 
 
 def main() -> None:

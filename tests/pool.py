@@ -44,7 +44,8 @@ def _worker(rank: int, size: int, port: int, connection: Connection) -> None:
         except BaseException:
             connection.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
         groups = world_state().groups
-        if len(groups) > MOST_GROUPS:  # the same number on every rank
+        everybody = tuple(range(size))
+        if sum(of_all == everybody for _, _, of_all, _ in groups) > MOST_GROUPS:  # as many on all
             dist.barrier()  # nothing is under way any more
             for group in groups.values():
                 with suppress(ValueError):  # this rank is not a member

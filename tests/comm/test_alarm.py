@@ -122,7 +122,7 @@ def _leave() -> float:
     comm = Communicator(timeout=20.0)
     comm.prepare([])
     if comm.rank == 1:
-        for line in world_state().alarm._peers:
+        for line in world_state().alarm.lines.values():
             line.close()
         world_state().wires.close()
         return 0.0

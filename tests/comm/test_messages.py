@@ -19,7 +19,7 @@ from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
 from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Move, Op, Program, Run, to_all
+from shardwise.plans.program import Move, Op, Program, Run, handed_out
 from shardwise.runtime.parallel import parallelize
 
 BYTES = 8  # of a float64
@@ -71,7 +71,7 @@ def declared(program: Program, rank: int, module: nn.Module) -> tuple[Counter, C
                 if counts(op):
                     backward += sums(op.sums, rank)
     for name in program.outputs:
-        forward += messages(to_all(program.layouts[name]).messages, name)
+        forward += messages(handed_out(program.layouts[name], "full").messages, name)
     return forward, backward
 
 

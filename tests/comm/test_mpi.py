@@ -58,7 +58,7 @@ def passed() -> str:
     return output
 
 
-@pytest.mark.parametrize("kind, least", [("operation", 60), ("operator", 6), ("training", 3)])
+@pytest.mark.parametrize("kind, least", [("operation", 60), ("operator", 6), ("training", 4)])
 def test_four_ranks_of_mpi_compute_what_one_device_computes(
     passed: str, kind: str, least: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Process groups as users make them: without a backend, and of some ranks only."""
+"""Process groups as users make them: without a backend, or with one per device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import nn
 from exactness import seeded
 from shardwise import Plan, capture, parallelize, run_local
 from shardwise.comm import About, Communicator
-from shardwise.errors import ShardwiseError
 
 
 def _anew(backend: str | None) -> tuple[str, torch.Tensor, torch.Tensor]:
@@ -31,19 +30,3 @@ def test_a_group_without_a_named_backend_is_known_by_its_devices() -> None:
         for found, parallel, plain in run_local(_anew, 2, backend):
             assert found == "gloo"
             torch.testing.assert_close(parallel, plain, rtol=1e-12, atol=1e-12)
-
-
-def _of_some() -> str:
-    group = dist.new_group([0, 1])
-    if dist.get_rank() > 1:
-        return ""
-    try:
-        Communicator(group)
-    except ShardwiseError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_group_of_some_ranks_is_refused_and_nobody_waits() -> None:
-    first, second, third = run_local(_of_some, 3)
-    assert "all 3 ranks, and this group has 2" in first and first == second and not third

@@ -129,7 +129,7 @@ def _checkpoint(folder: Path, number: int) -> None:
         for param in model.parameters():
             param.fill_(number)
     taken = Snapshot(number, model, stepper, {"at": number})
-    Checkpoints(folder / "checkpoints", keep=1)._write(number, taken)
+    Checkpoints(folder / "checkpoints", keep=1)._write(number, taken, None)
 
 
 def _read_checkpoint(folder: Path) -> set[int]:

@@ -73,7 +73,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     ),
     "shape": (
         lambda model, x: model(x[..., :5]),
-        "input 'input' must be 4x3x6x6, and is 4x3x6x5; a plan is for one image size",
+        "Sequential cannot be captured for input 4x3x6x5: a and b must have same reduction dim",
     ),
     "arguments": (lambda model, x: model(x, 3), "the model's forward cannot be called like this"),
 }

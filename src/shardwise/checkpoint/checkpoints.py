@@ -48,7 +48,6 @@ class Checkpoints:
         if keep < 1:
             raise ShardwiseError(f"keep={keep}: at least the last checkpoint must be kept")
         self.folders, self.keep, self.comm = StepFolders(Path(folder)), keep, comm or Communicator()
-        self._group = self.comm.group_of_lane("checkpoint")
         self._saving: Future[None] | None = None
 
     # -- saving --------------------------------------------------------------------------------
@@ -69,9 +68,10 @@ class Checkpoints:
             taken = Snapshot(step, model, optimizer, progress)
         except ShardwiseError as error:
             taken = error  # raised on all ranks, since the others may have found nothing wrong
-        self._saving = _background.submit(self._write, step, taken)
+        group = self.comm.group_of_lane("checkpoint")
+        self._saving = _background.submit(self._write, step, taken, group)
 
-    def _write(self, step: int, taken: Snapshot | ShardwiseError) -> None:
+    def _write(self, step: int, taken: Snapshot | ShardwiseError, group: Any) -> None:
         writer = Writer(self.folders, self.keep, taken)
         pieces = taken.pieces if isinstance(taken, Snapshot) else {}
         try:
@@ -80,7 +80,7 @@ class Checkpoints:
                     pieces,
                     storage_writer=writer,
                     planner=SavePlanner(),
-                    process_group=self._group,
+                    process_group=group,
                     no_dist=self.comm.size == 1,
                 )
         except BaseException:
@@ -120,10 +120,12 @@ class Checkpoints:
     # -- all ranks together --------------------------------------------------------------------
 
     def _check_ranks(self, model: ParallelModel) -> None:
-        if of(model).plan.world != self.comm.size:
+        own = of(model).comm
+        if own.members() != self.comm.members():
+            others = " others" if own.size == self.comm.size else ""
             raise ShardwiseError(
-                f"the model runs on {of(model).plan.world} workers, and its checkpoints on "
-                f"{self.comm.size}; give Checkpoints the model's communicator"
+                f"the model runs on {own.size} workers, and its checkpoints on {self.comm.size}"
+                f"{others}; give Checkpoints the model's communicator, shardwise.of(model).comm"
             )
 
     @contextmanager
@@ -134,7 +136,7 @@ class Checkpoints:
             yield
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            raise ShardwiseError(_sentence(cause, what, rank)) from None
+            raise ShardwiseError(_sentence(cause, what, self.comm.global_rank(rank))) from None
         except RuntimeError as error:
             raise talk.failed(error, talk.peers) from None
 
@@ -145,7 +147,7 @@ class Checkpoints:
             try:
                 found = find()
             except Exception as error:  # all ranks must hear of it before they wait for this one
-                wrong = _sentence(error, what, self.comm.rank)
+                wrong = _sentence(error, what, self.comm.global_rank(self.comm.rank))
         about = AGREEMENT if alike else About(what)  # ranks may know one folder by other names
         told = self.comm.gather_objects((found if alike else None, wrong), about)
         for _, error in told:

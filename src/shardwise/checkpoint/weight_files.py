@@ -132,7 +132,7 @@ def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True)
             refusal = error
         agree_to_start(refusal, {}, handle.comm)
         assert weights is not None
-        agree_on(weights.checksum, f"finds other weights in {path} than rank 0", handle.comm)
+        agree_on(weights.checksum, f"finds other weights in {path}", handle.comm)
     with torch.no_grad():
         for tensor, block in blocks:
             tensor.copy_(block)

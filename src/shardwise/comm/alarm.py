@@ -2,7 +2,8 @@
 
 Ranks are connected for this alone, and a thread that sleeps until somebody fails listens. Where
 they cannot connect, the store of the process group is asked now and then. After a failure nobody
-knows what its peers have sent, so everything that is tried later fails with the same sentence.
+knows what its peers have sent, so everything that is tried later fails with the same sentence. Who
+is told tells the ranks of its other groups; groups that have no rank in common do not hear of it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
+from zlib import crc32
 
 from shardwise.errors import LostPeer
 
@@ -30,7 +32,9 @@ class Alarm:
         self.sentence = ""  # why nothing can be sent any more
         self._wake, self._store = wake, store
         self._bell, self._rope = socket.socketpair()
-        self._peers: list[socket.socket] = []
+        self.lines: dict[int, socket.socket] = {}  # to ranks that are connected, by global rank
+        self._groups: dict[tuple[int, ...], bool] = {}  # of ranks; whether they are connected
+        self._watching = False
         self._once = threading.Lock()
         self._known, self._done = threading.Event(), threading.Event()
 
@@ -46,7 +50,7 @@ class Alarm:
 
     def heard(self, seconds: float) -> str:
         """The sentence of a failure, if one becomes known in this time."""
-        if not self._known.wait(seconds) and seconds and not self._peers:
+        if not self._known.wait(seconds) and seconds and self._keys():
             _aside(self._ask)
         if self.sentence:
             self._done.wait(PATIENCE)
@@ -58,30 +62,49 @@ class Alarm:
             if self.sentence:
                 return
             self.sentence = " ".join(sentence.split())
-        said = self.sentence.encode()[:LONGEST] + b"\n"
-        for peer in self._peers:
-            with suppress(OSError):  # it may be dead
-                peer.send(said)
-        if not self._peers:
-            _aside(lambda: self._store().set(KEY, said))
+        self._tell(list(self.lines.values()))
+        if keys := self._keys():
+            _aside(lambda: [self._store().set(key, self._said()) for key in keys])
         self._known.set()
         self._rope.close()
         self._wake()
         self._done.set()
 
+    def _said(self) -> bytes:
+        return self.sentence.encode()[:LONGEST] + b"\n"
+
+    def _tell(self, lines: Iterable[socket.socket]) -> None:
+        for line in lines:
+            with suppress(OSError):  # its other end may be dead
+                line.send(self._said())
+
     # -- listening -----------------------------------------------------------------------------
 
-    def listen(self, peers: Iterable[socket.socket]) -> None:
-        """From now on these connections are used to tell and to be told."""
-        peers = list(peers)
-        for peer in peers:
-            peer.settimeout(PATIENCE)
-        self._peers += peers
-        _listener(self._hear, peers).start()
+    def expect(self, members: tuple[int, ...]) -> None:
+        """These ranks wait for each other from now on; the store tells them until a line does."""
+        self._groups.setdefault(members, False)
+
+    def listen(self, members: tuple[int, ...], lines: Mapping[int, socket.socket]) -> None:
+        """These ranks are connected, by new lines and by those that there were."""
+        self._groups[members] = True
+        for line in lines.values():
+            line.settimeout(PATIENCE)
+        self.lines |= lines
+        if self.sentence:  # somebody has failed meanwhile
+            self._tell(lines.values())
+        if lines:
+            _listener(self._hear, list(lines.values())).start()
 
     def watch(self) -> None:
         """From now on the store is looked into, by ranks that cannot connect."""
-        _listener(self._look).start()
+        if not self._watching:
+            self._watching = True
+            _listener(self._look).start()
+
+    def _keys(self) -> list[str]:
+        """Where in the store ranks say, and find, what they have no lines for."""
+        apart = [members for members, connected in list(self._groups.items()) if not connected]
+        return [f"{KEY}/{crc32(repr(members).encode())}" for members in apart]
 
     def _hear(self, peers: list[socket.socket]) -> None:
         """Returns when one of them has failed, or this rank, or the world has ended."""
@@ -108,14 +131,15 @@ class Alarm:
     def _ask(self) -> None:
         """Looks into the store once."""
         store = self._store()
-        if store.check([KEY]):
-            self.sound(store.get(KEY).decode())
+        for key in self._keys():
+            if store.check([key]):
+                return self.sound(store.get(key).decode())
 
     def close(self) -> None:
         """Ends listening; the world is over."""
         self._rope.close()
-        for peer in self._peers:
-            peer.close()
+        for line in self.lines.values():
+            line.close()
 
 
 def _listener(listen: Callable[..., None], *args: Any) -> threading.Thread:

@@ -32,7 +32,7 @@ Gather = Callable[[Any], list[Any]]  # every rank's value, in rank order
 def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = USES) -> None:
     """Connects these ranks with each other, where all can reach all; each of them calls it.
 
-    Each pair has a connection for messages and one for the alarm.
+    Each pair has a connection for messages and one for the alarm, in however many groups it is.
     """
     now = world_state()
     if members in now.wires.asked:
@@ -41,7 +41,8 @@ def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = U
     if len(members) <= MOST:
         with socket.socket() as listener:
             offers = dict(zip(members, gather(_offer(listener)), strict=True))
-            wanted = {(p, use) for p in members if p not in (me, *now.wires.known) for use in uses}
+            known = {(p, DATA) for p in now.wires.known} | {(p, ALARM) for p in now.alarm.lines}
+            wanted = {(p, use) for p in members if p != me for use in uses} - known
             found = _connected(listener, me, wanted, offers)
             everywhere = all(gather(found is not None))
     if not everywhere:
@@ -58,7 +59,7 @@ def connect(members: Members, me: int, gather: Gather, uses: tuple[int, ...] = U
     found = found or {}
     data = {peer: _set_up(s) for (peer, use), s in found.items() if use == DATA}
     now.wires.settle(members, me, data if DATA in uses else None)
-    now.alarm.listen(s for (_, use), s in found.items() if use == ALARM)
+    now.alarm.listen(members, {peer: s for (peer, use), s in found.items() if use == ALARM})
 
 
 def _offer(listener: socket.socket) -> dict[str, Any] | None:

@@ -1,11 +1,14 @@
-"""The ranks of a process group: who they are, how they fail, and which groups they form."""
+"""The ranks of a process group, all of the world or some: who they are, how they fail, and which
+groups they form."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -14,12 +17,13 @@ import torch.distributed as dist
 from shardwise.comm.connecting import ALARM, USES, connect
 from shardwise.comm.headers import Mismatch
 from shardwise.comm.pending import AGREEMENT, HOST_ONLY, About, Communication, announce, compare
+from shardwise.comm.process_groups import check_group, ended, make_group
 from shardwise.comm.timeline import Timeline
 from shardwise.comm.wires import LostConnection, Members
-from shardwise.comm.world_state import backend_of, world_state
-from shardwise.errors import ShardwiseError
+from shardwise.comm.world_state import GroupKey, backend_of, world_state
 
 TIMEOUT = 1800.0  # seconds, where torch does not say how long its groups wait
+MAKING = About("a process group", "agreement")
 
 
 class Ranks:
@@ -30,33 +34,37 @@ class Ranks:
     wait for what moves elsewhere.
     """
 
+    whole = True  # these are all ranks of the world
+
     def __init__(self, group: Any = None, timeout: float | None = None, lane: str = "") -> None:
         self.lane, self.group = lane, group
         self.timeline = Timeline()
         if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ended()
             self.rank, self.size, self._global, self.backend = 0, 1, (0,), ""
             self.timeout = TIMEOUT if timeout is None else timeout
             return
+        self.whole = group is None or group is dist.group.WORLD
+        if not self.whole:
+            check_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._global = tuple(dist.get_process_group_ranks(group))
-        if self.size < dist.get_world_size():
-            raise ShardwiseError(
-                f"a communicator is of all {dist.get_world_size()} ranks, and this group has "
-                f"{self.size}; start as many processes as workers"
-            )
         self.backend = backend_of(group)  # what torch moves tensors with
         # Groups of lanes wait as long as the group that they belong to.
         self.timeout = _timeout_of(group or dist.group.WORLD) if timeout is None else timeout
-        if group is not None and group not in world_state().others:
+        if self.size > 1:
+            world_state().alarm.expect(self._global)
+        if not self.whole and group not in world_state().others:
             world_state().others.append(group)
 
     def global_rank(self, rank: int) -> int:
         """The number of a rank of this group among all processes."""
         return self._global[rank]
 
-    def members(self, ranks: tuple[int, ...]) -> Members:
-        """The numbers of several ranks among all processes."""
-        return tuple(self._global[rank] for rank in ranks)
+    def members(self, ranks: tuple[int, ...] | None = None) -> Members:
+        """The numbers of several ranks, or of all of this group, among all processes."""
+        return self._global if ranks is None else tuple(self._global[rank] for rank in ranks)
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -91,18 +99,30 @@ class Ranks:
         self._connect()
         groups = [g for g in groups if len(g) > 1 and (len(g) < self.size or self.lane)]
         known = world_state().groups
-        missing = [ranks for ranks in groups if (self.lane, self.members(ranks)) not in known]
+        missing = [ranks for ranks in groups if self._key(ranks) not in known]
         if not missing:
             return
-        for rank, others in enumerate(self.gather_objects(missing)):
+        told = self.gather_objects((missing, token_hex(8)))
+        for rank, (others, _) in enumerate(told):
             if others != missing:
                 other, own = self.global_rank(rank), self.global_rank(self.rank)
                 raise Mismatch(
                     f"rank {other} makes groups of ranks {others}, and rank {own} of {missing}; "
                     "the ranks do not do the same thing"
                 )
-        for ranks in missing:
-            world_state().group_of(self.lane, self.members(ranks), self.timeout)
+        for number, ranks in enumerate(missing):
+            known[self._key(ranks)] = self._made(ranks, f"{told[0][1]}-{number}")
+
+    def _made(self, ranks: tuple[int, ...], name: str, backend: str | None = None) -> Any:
+        """A new process group of some of these ranks, which all of these ranks make in turn."""
+        members = self.members(ranks)
+        with Communication(self, "making", ranks, MAKING).starting():
+            if self.whole:
+                limit = timedelta(seconds=self.timeout)
+                return dist.new_group(list(members), timeout=limit, backend=backend)
+            if self.rank in ranks:
+                return make_group(members, backend or self.backend, self.timeout, name)
+        return dist.GroupMember.NON_GROUP_MEMBER
 
     def _connect(self) -> None:
         """The first time, all ranks together."""
@@ -111,10 +131,13 @@ class Ranks:
             with Communication(self, "exchange", range(self.size), AGREEMENT).starting():
                 connect(self._global, self._global[self.rank], self._gathered, uses)
 
+    def _key(self, ranks: tuple[int, ...]) -> GroupKey:
+        return self.lane, self.backend, self._global, self.members(ranks)
+
     def _subgroup(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == self.size and not self.lane:
             return self.group
-        key, known = (self.lane, self.members(ranks)), world_state().groups
+        key, known = self._key(ranks), world_state().groups
         assert key in known, f"ranks {ranks} have not been prepared"
         return known[key]
 
@@ -122,8 +145,12 @@ class Ranks:
         """A process group of all these ranks that moves the host's memory; all ranks call it."""
         if self.size == 1:
             return None
-        backend = None if self.backend in HOST_ONLY else "gloo"
-        return world_state().group_of(lane, self._global, self.timeout, backend)
+        backend = self.backend if self.backend in HOST_ONLY else "gloo"
+        key, known = (lane, backend, self._global, self._global), world_state().groups
+        if key not in known:
+            name = self.gather_objects(token_hex(8))[0]
+            known[key] = self._made(tuple(range(self.size)), name, backend)
+        return known[key]
 
     # -- memory --------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What this process has of the present world; it ends with torch's process group.
 
 Every group of gloo has threads that wake a hundred times a second even when it is idle, so the same
-ranks never get a second group of the same lane.
+ranks never get a second group of the same lane, unless they belong to communicators of other ranks:
+who makes a group must know that all others who make it have none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardwise.comm.wires import Members, Wires
 
 NOBODY_SENDS = 0x7FFFFFF0  # a tag
 _NOTHING = torch.zeros(1, dtype=torch.uint8)
+GroupKey = tuple[str, str, Members, Members]  # lane, backend, a communicator's ranks, some of these
 
 
 class WorldState:
@@ -26,7 +28,7 @@ class WorldState:
 
     def __init__(self) -> None:
         self.world = dist.group.WORLD
-        self.groups: dict[tuple[str, Members], Any] = {}  # of every lane, as far as they are made
+        self.groups: dict[GroupKey, Any] = {}  # as far as they are made
         self.others: list[Any] = []  # groups that somebody else has made
         self.alarm = Alarm(self._wake_groups, _default_store)
         self.wires = Wires(self.alarm)
@@ -40,16 +42,6 @@ class WorldState:
         key = whom, lane, outgoing
         self._numbers[key] = number = (self._numbers.get(key, 0) + 1) & 0xFFFFFFFF
         return header(follows, lane_number(lane), number, nbytes, text)
-
-    def group_of(
-        self, lane: str, members: Members, timeout: float, backend: str | None = None
-    ) -> Any:
-        """The group of these members in a lane; the first time, all ranks of the world make it."""
-        if (lane, members) not in self.groups:
-            limit = timedelta(seconds=timeout)
-            made = dist.new_group(list(members), timeout=limit, backend=backend)
-            self.groups[lane, members] = made
-        return self.groups[lane, members]
 
     def _wake_groups(self) -> None:
         """Ends all waits of this process inside gloo, and all that are tried later, with an error.

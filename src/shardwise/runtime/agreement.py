@@ -1,7 +1,7 @@
 """What all ranks must agree on before a pass: compared every time, in one small message.
 
 Ranks that disagree would send each other messages of other sizes, or train on other samples without
-a word. Each rank sends a few numbers to all others; who differs from rank 0 is named to everybody.
+a word. Each rank sends a few numbers to all others; who differs from the first is named to all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Intent:
     modes: int = 0  # of all modules
     attributes: int = 0  # of modules, that forward reads
     trained: int = 0  # which parameters, and which inputs need gradients
-    kinds: int = 0  # shapes and dtypes of whole inputs
+    kinds: int = 0  # dtypes of inputs, and shapes of the whole ones
     content: int = 0  # of whole inputs
     autocast: int = 0  # what torch.autocast lowers to
     refused: int = 0  # this rank cannot do it
@@ -41,7 +41,7 @@ class Intent:
     def of(
         cls,
         inputs: Sequence[torch.Tensor],
-        samples: int,
+        shapes: Sequence[tuple[int, ...]],  # of the whole inputs
         *,
         whole: bool,
         modes: Sequence[bool],  # of all modules, the whole model first
@@ -50,14 +50,14 @@ class Intent:
         autocast: torch.dtype | None,
     ) -> Intent:
         return cls(
-            samples=samples,
+            samples=next((shape[0] for shape in shapes if shape), 0),
             training=modes[0],
             gradients=torch.is_grad_enabled(),
             whole=whole,
             modes=checksum(modes),
             attributes=checksum(looks),
             trained=checksum([[*trained], [x.requires_grad for x in inputs]]),
-            kinds=checksum([(x.dtype, tuple(x.shape) if whole else x.ndim) for x in inputs]),
+            kinds=checksum([[x.dtype for x in inputs], [*shapes]]),
             content=checksum([checksum(x) for x in inputs]) if whole else 0,
             autocast=checksum(str(autocast)),
         )
@@ -69,23 +69,23 @@ class Intent:
             f"{'' if self.gradients else ' without gradients'}"
         )
 
-    def difference(self, first: Intent) -> str:
-        """What sets this rank's call apart from that of rank 0; nothing where they are alike."""
+    def difference(self, first: Intent, whose: str) -> str:
+        """What sets this rank's call apart from that of the first; nothing where they are alike."""
         if str(self) != str(first):
-            return f"runs {self}, and rank 0 {first}; all ranks must do the same"
+            return f"runs {self}, and {whose} {first}; all ranks must do the same"
         if self.modes != first.modes:
-            return "has other modules in training mode than rank 0"
+            return f"has other modules in training mode than {whose}"
         if self.attributes != first.attributes:
-            return "has other attributes of its modules than rank 0; all ranks must set the same"
+            return f"has other attributes of its modules than {whose}; all ranks must set the same"
         if self.trained != first.trained:
-            return "has other parameters or inputs that require gradients than rank 0"
+            return f"has other parameters or inputs that require gradients than {whose}"
         if self.kinds != first.kinds:
-            return "was given inputs of another shape or dtype than rank 0"
+            return f"was given inputs of another shape or dtype than {whose}"
         if self.autocast != first.autocast:
-            return "runs under another torch.autocast than rank 0"
+            return f"runs under another torch.autocast than {whose}"
         if self.content != first.content:
             return (
-                "was given another batch than rank 0; give every rank the same global batch, or "
+                f"was given another batch than {whose}; give every rank the same global batch, or "
                 "each its own part with batch="
             )
         return ""
@@ -96,44 +96,51 @@ class Disagreement(ShardwiseError):
 
 
 def agree_to_start(refusal: Exception | None, facts: Mapping[str, str], comm: Communicator) -> None:
-    """Raises on all ranks where one cannot start, or has other facts than rank 0."""
+    """Raises on all ranks where one cannot start, or has other facts than the first."""
     reason = "" if refusal is None else str(refusal) or one_line(refusal)
     first, *others = everyone = comm.gather_objects((reason, facts))
     refusing = [rank for rank, (reason, _) in enumerate(everyone) if reason]
     if refusal is not None:
         raise refusal
     if refusing:
-        raise Disagreement(f"rank {refusing[0]} refuses: {everyone[refusing[0]][0]}")
+        raise Disagreement(f"{_name(refusing[0], comm)} refuses: {everyone[refusing[0]][0]}")
     for rank, (_, other) in enumerate(others, start=1):
         for name, fact in other.items():
             if fact != first[1][name]:
-                raise Disagreement(f"rank {rank} was started with another {name} than rank 0")
+                own, whose = _name(rank, comm), _name(0, comm)
+                raise Disagreement(f"{own} was started with another {name} than {whose}")
 
 
 def agree(call: Intent, refusal: Exception | None, comm: Communicator) -> None:
-    """Raises on all ranks where one cannot run its call, or is about to run another than rank 0."""
+    """Raises on all ranks where one cannot run its call, or is about to run another than others."""
     if comm.size > 1:
         calls = [Intent(*row) for row in gather_numbers(astuple(call), comm)]
         refusing = [rank for rank, other in enumerate(calls) if other.refused]
         if refusing:
             reasons = comm.gather_objects(str(refusal or ""))
             if refusal is None:
-                raise Disagreement(f"rank {refusing[0]} refuses: {reasons[refusing[0]]}")
+                reason = reasons[refusing[0]]
+                raise Disagreement(f"{_name(refusing[0], comm)} refuses: {reason}")
         for rank, other in enumerate(calls if not refusing else ()):
-            difference = other.difference(calls[0])
+            difference = other.difference(calls[0], _name(0, comm))
             if difference:
-                raise Disagreement(f"rank {rank} {difference}")
+                raise Disagreement(f"{_name(rank, comm)} {difference}")
     if refusal is not None:
         raise refusal
 
 
 def agree_on(number: int, otherwise: str, comm: Communicator) -> None:
-    """Raises on every rank where some rank's number differs from rank 0's."""
+    """Raises on every rank where one "loads another state", say: its number is not the first's."""
     if comm.size > 1:
         (first,), *others = gather_numbers((number,), comm)
         for rank, (other,) in enumerate(others, start=1):
             if other != first:
-                raise Disagreement(f"rank {rank} {otherwise}")
+                raise Disagreement(f"{_name(rank, comm)} {otherwise} than {_name(0, comm)}")
+
+
+def _name(rank: int, comm: Communicator) -> str:
+    """How all processes know a rank, which in a group may have another number."""
+    return f"rank {comm.global_rank(rank)}"
 
 
 def gather_numbers(numbers: Sequence[int], comm: Communicator) -> list[list[int]]:
