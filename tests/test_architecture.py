@@ -38,6 +38,7 @@ USE = {
     "verify": CORE - {"planner"} | {"launch", "specs"},
     "report": CORE - {"comm", "runtime", "kernels"} | {"specs"},
     "training": CORE | {"launch", "specs", "data", "checkpoint", "report"},
+    "libraries": CORE - {"kernels"},
     "cli": CORE
     | {"launch", "specs", "measure", "data", "checkpoint", "verify", "report"}
     | {"training"},

@@ -19,7 +19,7 @@ NAMES = [
 ]
 SHOWN = {  # with names that the reader knows: a model, its plan, the folder of a run
     *("Checkpoints", "export", "load_weights", "write_report", "Trainer", "verify_model"),
-    *("plan", "parallelize", "of", "optimizer", "no_sync", "record"),
+    *("plan", "parallelize", "parallelize_decoder", "of", "optimizer", "no_sync", "record"),
     "NativeBatchNorm",  # needs a compiler
 }
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.kernels.tuner import tuning
     from shardwise.launch.launchers import init_from_environment, under_launcher
     from shardwise.launch.workers import run_local
+    from shardwise.libraries.autoencoders import parallelize_decoder
     from shardwise.model.capture import capture
     from shardwise.planner.planned import plan
     from shardwise.planner.simulate import simulate
@@ -43,6 +44,7 @@ HOMES = {  # of public names; each is imported when it is first used, as torch.e
     "kernels.tuner": ("tuning",),
     "launch.launchers": ("init_from_environment", "under_launcher"),
     "launch.workers": ("run_local",),
+    "libraries.autoencoders": ("parallelize_decoder",),
     "model.capture": ("capture",),
     "planner.planned": ("plan",),
     "planner.simulate": ("simulate",),
@@ -83,6 +85,7 @@ __all__ = [
     "of",
     "optimizer",
     "parallelize",
+    "parallelize_decoder",
     "plan",
     "run_local",
     "simulate",

@@ -101,7 +101,8 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     assert code == 0, err
     data = json.loads(out)
     assert set(data) == {
-        "workers", "cluster", "step_seconds", "cost_seconds", "compute_seconds",
+        "workers", "cluster", "training", "inputs",
+        "step_seconds", "cost_seconds", "compute_seconds",
         "transfer_seconds", "update_seconds", "moved_bytes", "memory_bytes", "layers", "rivals",
             "alternatives",
     }  # fmt: skip
@@ -267,7 +268,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("plan {net} --output nonsense", "output 'nonsense' must be full or local"),
+        ("plan {net} --output nonsense", "output 'nonsense' must be one of full, local, one"),
         ("plan {net} --memory 1MiB --cluster 4x10Gb --option width=4096", "the model does not fit"),
         ("plan {net} --memory big", "'big' is not a size in bytes such as 12GiB or 16GB"),
         ("plan {net} --explain 33", "the model has no layer '33' to explain; did you mean '3'?"),
@@ -313,4 +314,21 @@ def test_a_plan_for_another_world_or_model_is_refused(run, net: str, tmp_path: P
     two = saved_plan(tmp_path / "two.json", world=2, n=2)
     assert_refused(run(*where, two), "two.json is for 2 workers, and there are 4")
     wide = saved_plan(tmp_path / "wide.json", width=9, n=4)
-    assert_refused(run(*where, wide), "the plan was made for another model or input shape")
+    assert_refused(run(*where, wide), "the plan was made for another model (network")
+
+
+def test_plans_for_inference_have_several_sizes(run, net: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "plan.json"
+    sizes = ("--size", "1x3x6x6", "--size", "2x3x6x6")
+    options = ("--cluster", "2x10Gb", "--inference", "--output", "one", *sizes, "--input", INPUT)
+    code, out, err = run("plan", net, *options, "--save", str(file), "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["training"] is False and len(data["sizes"]) == 2
+    assert data["update_seconds"] == 0 and "one worker" in data["rivals"]
+    code, out, err = run("plan", net, *options)
+    assert code == 0 and "every size" in out and "rank 0" in out
+    assert not Plan.load(file).training and len(Plan.load(file).others) == 2
+    given = ("--plan", str(file), "--input", "1x3x6x6", "--json")
+    code, out, err = run("simulate", net, "--inference", "--cluster", "2x10Gb", *given)
+    assert code == 0 and json.loads(out)["workers"] == 2, err

@@ -20,7 +20,6 @@ def test_layers_carry_module_names_and_parameters_their_own() -> None:
 
 def test_the_batch_size_stays_free() -> None:
     captured = Captured(zoo.build("digits"), (torch.zeros(1, 1, 8, 8),), training=True)
-    assert captured.batch_is_free
     for batch in (1, 2, 9):
         assert captured.graph(batch).layers[-1].shape == (batch, 10)
     assert captured.graph(3).signature == captured.graph(5).signature
@@ -192,7 +191,7 @@ def test_a_model_of_any_number_of_inputs_is_captured() -> None:
             return torch.cat([x, *others], 1)
 
     graph = capture(Net(), torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 1))
-    assert graph.batch_is_free and graph["cat"].shape == (4, 6)
+    assert graph["cat"].shape == (4, 6)
 
 
 def test_a_single_sample_is_captured_by_itself() -> None:
@@ -202,7 +201,7 @@ def test_a_single_sample_is_captured_by_itself() -> None:
 
     captured = Captured(Net(), (torch.zeros(4, 1, 3),), training=True)
     assert captured.graph(4).layers[-1].shape == (4, 3)
-    assert captured.graph(1).layers[-1].shape == (3,) and captured.graph(1).batch_is_free
+    assert captured.graph(1).layers[-1].shape == (3,)
     assert captured.graph(2).layers[-1].args[1] == 3 and captured.graph(1).layers[-1].args[1] == 2
 
 
@@ -229,9 +228,10 @@ def test_a_shape_that_fits_only_some_batches_is_refused_for_the_others() -> None
 
     captured = Captured(Reshaped(), (torch.zeros(2, 3, 5),), training=True)
     assert captured.graph(4).layers[-1].shape == (5, 6, 2)
-    for batch in (1, 3):
-        with pytest.raises(CaptureError, match=f"reshape with a shape .* a batch of {batch}: "):
-            captured.graph(batch)
+    with pytest.raises(CaptureError, match=r"reshape with a shape .* a batch of 1: "):
+        captured.graph(1)
+    with pytest.raises(CaptureError, match="cannot be captured for input 3x3x5: shape"):
+        captured.graph(3)
 
 
 def test_no_samples_are_captured_by_themselves() -> None:

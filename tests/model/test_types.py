@@ -20,7 +20,7 @@ from shardwise.runtime.parallel import parallelize
 
 
 class Net(nn.Module):
-    """A flip lies on one rank only, so that the other has to know what it would have."""
+    """A renorm lies on one rank only, so that the other has to know what it would have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.flip(self.norm(self.conv(x)).relu(), [2])
+        y = torch.renorm(self.norm(self.conv(x)).relu(), 2, 1, 3.0)
         return self.head(y.to(self.conv.weight.dtype).mean((2, 3)))
 
 

@@ -27,7 +27,7 @@ from shardwise.planner.layer_costs import Training
 from shardwise.planner.links import Network, PortQueues
 from shardwise.planner.simulate import simulate
 from shardwise.plans.compile import compile_program
-from shardwise.plans.program import Move, to_all
+from shardwise.plans.program import Move, handed_out
 from shardwise.plans.trace import Span, Trace
 
 LOCAL = Training(output="local")  # every rank keeps its part of the output
@@ -399,7 +399,7 @@ def test_simulated_bytes_are_those_of_the_transfers(
     params = frozenset(name for layer in BLOCK.layers for name in layer.params)
     program = compile_program(BLOCK, plan, 0, params)
     expected = [s.transfer.messages for s in program.forward if isinstance(s, Move)]
-    expected += [to_all(program.layouts[name]).messages for name in program.outputs]
+    expected += [handed_out(program.layouts[name], "full").messages for name in program.outputs]
     expected += [s.transfer.messages.T for s in program.backward if isinstance(s, Move)]
     assert sum(m.sum() for m in carried) == 4 * sum(m.sum() for m in expected)
     wanted = sorted((4 * m).tolist() for m in expected if m.any())

@@ -15,6 +15,7 @@ from shardwise.cli.options import (
     ClusterWorkers,
     Gradients,
     Html,
+    Inference,
     MachineOption,
     Memory,
     Model,
@@ -48,8 +49,19 @@ def plan(
     shape: Shapes = None,
     memory: Memory = None,
     gradients: Gradients = "buckets:8MiB",
+    inference: Inference = False,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another input shape to plan for as well, such as 1x4x96x128; once per size. "
+            "With commas between the shapes of several inputs."
+        ),
+    ] = None,
     output: Annotated[
-        str, typer.Option(help="full: every rank gets the whole output; local: its part.")
+        str,
+        typer.Option(
+            help="full: every rank gets the whole output; local: its part; one: rank 0 has it."
+        ),
     ] = "full",
     explain: Annotated[
         list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
@@ -66,14 +78,16 @@ def plan(
     writes, so that they are measured.
     """
     from shardwise.cli.tables import explain_table, trace_lines
-    from shardwise.planner.shown_plan import as_data, plan_table, rivals_table
+    from shardwise.planner.shown_plan import as_data, tables
     from shardwise.report import contents, title_of, write_page
-    from shardwise.specs.request import PlanRequest, best_plan
+    from shardwise.specs.model_spec import parse_size
+    from shardwise.specs.request import PlanRequest, planned
 
-    spec = model_spec(model, shape, batch, option, num_classes)
-    request = PlanRequest(spec, cluster, workers, output=output)
+    spec, sizes = model_spec(model, shape, batch, option, num_classes), map(parse_size, size or [])
+    asked = {"output": output, "inference": inference, "sizes": tuple(sizes)}
+    request = PlanRequest(spec, cluster, workers, **asked)
     with working(f"planning {model}"):
-        found = best_plan(request.costs(), gradients, memory)
+        found = planned(request.all_costs(), gradients, memory)
     if save is not None:
         found.save(save)
     if html is not None:
@@ -85,7 +99,7 @@ def plan(
     for layer in explain or []:
         console.print(explain_table(found, layer))
     if not explain:
-        console.print(plan_table(found), rivals_table(found))
+        console.print(*tables(found))
     for line in [*trace_lines(found.findings.trace), *found.idle()]:
         console.print(line, soft_wrap=True, markup=False)
 
@@ -99,6 +113,7 @@ def simulate(
     plan: Annotated[str, typer.Option(help="auto (the best found), owt, or a plan file.")] = "auto",
     split: Split = None,
     gradients: Gradients = "buckets:8MiB",
+    inference: Inference = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write the step as a Perfetto trace to this file.")
     ] = None,
@@ -107,7 +122,7 @@ def simulate(
     num_classes: Classes = None,
     option: Options = None,
 ) -> None:
-    """Simulate one training step on a cluster, on thousands of workers if need be."""
+    """Simulate one step on a cluster, on thousands of workers if need be."""
     from shardwise.cli.tables import trace_lines
     from shardwise.report import contents, title_of, write_page
     from shardwise.specs.plan_spec import PlanSpec
@@ -115,7 +130,8 @@ def simulate(
 
     spec = model_spec(model, shape, batch, option, num_classes)
     chosen = PlanSpec.parse(plan, split)
-    request = PlanRequest(spec, cluster, workers, gradients=gradients, plan=chosen)
+    asked = {"gradients": gradients, "plan": chosen, "inference": inference}
+    request = PlanRequest(spec, cluster, workers, **asked)
     with working(f"simulating {model}"):
         if html is None:
             step = simulated(request)
@@ -147,6 +163,13 @@ def verify(
     evaluate: Annotated[
         bool, typer.Option("--eval", help="Compare the outputs of evaluation mode only.")
     ] = False,
+    inference: Annotated[
+        bool,
+        typer.Option(
+            "--inference",
+            help="The same for plans for inference, for one sample, under torch.inference_mode.",
+        ),
+    ] = False,
     dtype: Annotated[
         str, typer.Option(help="Of weights and inputs: float64, float32, bfloat16 or float16.")
     ] = "float64",
@@ -174,7 +197,8 @@ def verify(
         tuple(meant),
         num_random=random_plans,
         seed=seed,
-        training=not evaluate,
+        training=not (evaluate or inference),
+        inference=inference,
         dtype=dtype,
         device=device,
         kinds=tuple(kind for _, kind in inputs),

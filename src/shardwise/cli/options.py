@@ -53,6 +53,9 @@ Gradients = Annotated[
         "chunks:auto (the best K) or buckets:SIZE."
     ),
 ]
+Inference = Annotated[
+    bool, typer.Option("--inference", help="For inference: evaluation mode, forward only.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a report: one HTML page, works offline.")

@@ -35,7 +35,8 @@ def view_dims(source: tuple[Shape, str], shape: Shape) -> str:
     """The labels after a reshape: each goes to the first dimension of what it was spread over."""
     labels = ["."] * len(shape)
     for in_dims, out_dims in view_groups(source[0], shape):
-        known = [source[1][d] for d in in_dims if source[1][d] != "."]
+        can_be_cut = [d for d in in_dims if source[0][d] > 1]
+        known = [source[1][d] for d in can_be_cut or in_dims if source[1][d] != "."]
         lead = next((d for d in out_dims if shape[d] > 1), out_dims[0] if out_dims else None)
         if lead is not None and known:
             labels[lead] = known[0]

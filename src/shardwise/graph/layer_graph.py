@@ -53,6 +53,7 @@ class Traits:
     module: str | None = None  # the path of the module whose training flag rules
     always: bool = False  # it behaves as in training, whatever the flag
     never: bool = False
+    idle: bool = False  # it was captured while it did not, which is what costs are made for
     memory: tuple[int, ...] | None = None  # the order of dimensions in which numbers are drawn
     autocast: tuple[str, torch.dtype | None] | None = None  # the model's own, around this layer
 
@@ -183,7 +184,7 @@ def fill_slots(template: Any, tensors: list[Any], device: torch.device | None = 
 
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
-    """Layers in the order in which they can run, for one batch size.
+    """Layers in the order in which they can run, for inputs of one size.
 
     `outputs` names the layers whose tensors the model returns; `output_spec` is the structure that
     its forward returns them in (a tuple, a dict, ...), `numbers` what is no tensor there, by place.
@@ -199,7 +200,6 @@ class LayerGraph:
     numbers: Mapping[int, Any] = field(repr=False, default_factory=dict)
     constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
     left: Mapping[Any, Any] = field(repr=False, default_factory=dict)
-    batch_is_free: bool = True
     origin: Any = field(repr=False, default=None)  # what it was captured from, for who needs more
 
     @cached_property
@@ -228,13 +228,16 @@ class LayerGraph:
 
     @cached_property
     def signature(self) -> str:
-        """A digest of the network without its batch size and weights."""
+        """A digest of the network without the sizes of its inputs and the values of its weights."""
         digest = hashlib.sha256()
         for layer in self.layers:
-            shape = layer.shape[1:] if layer.dims.startswith("n") else layer.shape
-            operands = [(o.kind, o.name) for o in layer.operands]
-            facts = [(k, v) for k, v in layer.facts.items() if k != "memory"]
-            digest.update(repr((layer.name, layer.op, shape, operands, facts)).encode())
+            stored = [(o.kind, o.name, o.shape) for o in layer.operands if o.kind != "value"]
+            # Other layers may be told sizes: where a slice begins, how much is padded.
+            facts = [(k, v) for k, v in layer.facts.items() if k != "memory"] if stored else []
+            called = layer.traits.called
+            digest.update(
+                repr((layer.name, layer.op, called, layer.inputs, stored, facts)).encode()
+            )
         return digest.hexdigest()[:16]
 
     @cached_property

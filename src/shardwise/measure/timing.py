@@ -47,6 +47,7 @@ def device_name(threads: int) -> str:
 # -- layers ----------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # backward passes are timed, too
 def measure_works(
     wanted: list[Work],
     report: Callable[[int], None] | None = None,
@@ -138,12 +139,20 @@ def measure_speeds(comm: Communicator) -> Speeds:
         memory_bandwidth=_memory_bandwidth(),
         launch=_launch(),
         latency=small,
-        bandwidth=moved / max(large - small, 1e-9) if world > 1 else 1e12,
+        bandwidth=_rate(moved, small, large) if world > 1 else 1e12,
         sum_latency=sum_small,
-        sum_bandwidth=share * 4.0 * LARGE / max(sum_large - sum_small, 1e-9) if world > 1 else 1e12,
+        sum_bandwidth=_rate(share * 4.0 * LARGE, sum_small, sum_large) if world > 1 else 1e12,
         post=_post_seconds(comm),
         overlap=_overlap(comm),
     )
+
+
+def _rate(moved_bytes: float, small: float, large: float) -> float:
+    """Bytes a second, from the times of a small message and of this one.
+
+    On a loaded machine the small one may have taken longer; a tenth of the time is bytes at least.
+    """
+    return moved_bytes / max(large - small, 0.1 * large)
 
 
 def _median(function: Callable[[], object], runs: int = 9) -> float:

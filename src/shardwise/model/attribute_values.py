@@ -7,6 +7,7 @@ import copy
 import sys
 import types
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -136,14 +137,17 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
         made = tuple.__new__(kind, [copied(own, memo) for own in value])
     elif isinstance(value, dict):
         made = memo[id(value)] = kind.__new__(kind)
-        dict.update(made, {key: copied(own, memo) for key, own in dict.items(value)})
+        put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+        for key, own in dict.items(value):
+            put(made, key, copied(own, memo))
     elif isinstance(value, SEQUENCES):
         made = memo[id(value)] = kind.__new__(kind)
         list.extend(made, [copied(own, memo) for own in value])
     else:
         made = memo[id(value)] = kind.__new__(kind)
-    for name, own in (attributes_of(value) if is_object(value) else {}).items():
-        object.__setattr__(made, name, copied(own, memo))
+    own = attributes_of(value) if is_object(value) else _table(value) or {}  # of containers, too
+    for name, held in own.items():
+        object.__setattr__(made, name, copied(held, memo))
     return made
 
 

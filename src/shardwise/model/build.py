@@ -1,12 +1,12 @@
-"""From the nodes of an exported program to the layers of a LayerGraph, for one batch size."""
+"""From the nodes of an exported program to the layers of a LayerGraph, for inputs of one size."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError
 from shardwise.graph.labels import default_dims, each_once
 from shardwise.graph.layer_graph import Layer, LayerGraph, Like, Operand, Slot, Traits
+from shardwise.model.exported import Exported, Numbers, evaluated
 from shardwise.model.in_place import is_counter
 from shardwise.model.regions import autocast_of
 from shardwise.model.source_lines import line_of_node, located
@@ -29,9 +30,6 @@ from shardwise.operators.calls import (
 )
 from shardwise.operators.strategy import STRATEGIES, read
 
-if TYPE_CHECKING:
-    from shardwise.model.torch_export import Captured
-
 SYMBOLIC: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 RENAMES = ("alias", "lift_fresh_copy")  # calls that only give a tensor another name
 
@@ -44,17 +42,18 @@ class Constant:
 
 
 class Builder:
-    """Walks the exported nodes once and makes the layers for one batch size."""
+    """Walks the exported nodes once and makes the layers for inputs of one size."""
 
-    def __init__(self, captured: Captured, batch: int) -> None:
-        self.captured, self.training = captured, captured.training
-        self.batch = batch
+    def __init__(self, exported: Exported, numbers: Numbers, batch: int, training: bool) -> None:
+        self.exported, self.numbers = exported, numbers
+        self.batch, self.training = batch, training
+        self.known: dict[Any, Any] = {}  # what expressions of free sizes amount to
         self.layers: dict[str, Layer] = {}
         self.values: dict[fx.Node, Operand] = {}  # what a tensor node stands for
 
     def build(self) -> LayerGraph:
         returned: list[Operand | Constant] = []
-        for node in self.captured._nodes:
+        for node in self.exported.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
@@ -62,26 +61,26 @@ class Builder:
                     self._call(node)
             elif node.op == "output":
                 returned = [self._returned(arg) for arg in pytree.tree_leaves(node.args[0])]
-        inputs = tuple(self.values[n].name for n in self.captured._user_inputs)
+        inputs = tuple(self.values[n].name for n in self.exported.inputs)
+        outputs = tuple(y.name for y in returned if isinstance(y, Operand))
         return LayerGraph(
-            layers=tuple(self.layers.values()),
+            layers=_read(self.layers.values(), outputs),
             inputs=inputs,
-            outputs=tuple(y.name for y in returned if isinstance(y, Operand)),
+            outputs=outputs,
             batch=self.batch,
             training=self.training,
-            output_spec=self.captured.output_spec,
+            output_spec=self.exported.output_spec,
             numbers={i: y.value for i, y in enumerate(returned) if isinstance(y, Constant)},
-            constants=self.captured.constants,
-            left=self.captured.left,
-            batch_is_free=self.captured.batch_is_free,
+            constants=self.exported.constants,
+            left=self.exported.left,
         )
 
     # -- nodes ---------------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> None:
         shape = self._shape(node.meta["val"])
-        if node.name in self.captured._names:
-            kind, name = self.captured._names[node.name]
+        if node.name in self.exported.names:
+            kind, name = self.exported.names[node.name]
             scalar = node.meta["val"].ndim == 0
             self.values[node] = Operand(kind, name, shape, scalar)  # type: ignore[arg-type]
         else:
@@ -120,7 +119,8 @@ class Builder:
         if not requests:
             self.values[node] = self._operand(call.x)  # type: ignore[assignment]
         for request in requests:
-            self._add(node, call, request)
+            before = request.op == "view" and request is not requests[-1]  # of who has the name
+            self._add(node, call, request, self._inside(node, "view") if before else None)
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Builder:
             places = [
                 self._like(t) if strategy.shapes_only else Slot(i) for i, t in enumerate(tensors)
             ]
-            called = call_template(call.node, dict(zip(tensors, places, strict=True)), self._int)
+            called = call_template(call.node, tensors, places, self._int)
         layer = Layer(
             name=self._unique(name or self._layer_name(node, request)),
             op=request.op,
@@ -151,7 +151,7 @@ class Builder:
             attrs=request.attrs,
             traits=replace(request.traits, autocast=autocast_of(node)),
             present=tuple(o is not None for o in operands),
-            dtype=value.dtype,
+            dtype=request.dtype or value.dtype,
             scalar=value.ndim == 0 and shape == (1,),
             **called,
         )
@@ -225,17 +225,23 @@ class Builder:
         """The path of the module that makes a call."""
         stack = node.meta.get("nn_module_stack") or {}
         paths = [path.split("@")[0] for path, _ in stack.values()]
-        return next((p for p in reversed(paths) if p in self.captured._modules), "")
+        return next((p for p in reversed(paths) if p in self.exported.modules), "")
 
     # -- names, shapes, arguments --------------------------------------------------------------
 
     def _layer_name(self, node: fx.Node, request: Request) -> str:
         path = self.module_of(node)
-        op = bare(aten_name(node)) if node.target is not operator.getitem else request.op
-        module = self.captured._modules.get(path)
+        is_item = node.target is operator.getitem
+        op = request.traits.called or request.op if is_item else bare(aten_name(node))
+        module = self.exported.modules.get(path)
         is_leaf = path and module is not None and not any(True for _ in module.children())
         if is_leaf and not STRATEGIES[request.op].part_of_layer:
             return path
+        return self._inside(node, op)
+
+    def _inside(self, node: fx.Node, op: str) -> str:
+        """The name of a step within the module that makes a call."""
+        path = self.module_of(node)
         return f"{path}.{op}" if path else op
 
     def _unique(self, name: str) -> str:
@@ -246,29 +252,32 @@ class Builder:
         return candidate
 
     def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        """The shape for this batch size; a scalar counts as one element of one dimension."""
+        """The shape for these inputs; a scalar counts as one element of one dimension."""
         return tuple(self._int(size) for size in value.shape) or (1,)
 
     def _int(self, value: Any) -> Any:
-        """A number that may depend on the batch size, made concrete."""
+        """A number that may depend on the sizes of inputs, made concrete."""
         if isinstance(value, fx.Node):
             value = value.meta["val"]
         plain = SYMBOLIC.get(type(value))
         return value if plain is None else self._evaluated(value, plain)
 
     def _evaluated(self, value: Any, plain: type) -> Any:
-        expr = sympy.sympify(value.node.expr)
-        found = expr.subs({symbol: self.batch for symbol in self.captured._symbols})
-        if getattr(found, "free_symbols", None):
-            raise CaptureError(
-                f"the model depends on a number{self._origin(found)} that is only known when it "
-                "runs: sizes and branches may depend on the shapes of inputs, not on their values"
-            )
-        return plain(found)
+        expression = value.node.expr
+        if expression not in self.known:
+            try:
+                self.known[expression] = plain(evaluated(expression, self.numbers))
+            except KeyError:
+                raise CaptureError(
+                    f"the model depends on a number{self._origin(expression)} that is only known "
+                    "when it runs: sizes and branches may depend on the shapes of inputs, not on "
+                    "their values"
+                ) from None
+        return self.known[expression]
 
     def _origin(self, expr: Any) -> str:
         """The operators that numbers come from which depend on values."""
-        for node in self.captured._nodes:
+        for node in self.exported.nodes:
             if expr.free_symbols & set(node.meta.get("unbacked_bindings") or ()):
                 path = self.module_of(node)
                 of = f" of module {path!r}" if path else ""
@@ -287,7 +296,7 @@ class Builder:
     def _counts(self, node: fx.Node) -> bool:
         """The update of batch norm's counter, which the runtime makes itself."""
         target = node.args[0] if is_in_place(node) and node.args else None
-        return is_counter(self.captured._names.get(getattr(target, "name", ""), ("", ""))[1])
+        return is_counter(self.exported.names.get(getattr(target, "name", ""), ("", ""))[1])
 
     def _concrete(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -296,3 +305,13 @@ class Builder:
             value.meta.get("val"), (torch.Tensor, list, tuple)
         )
         return value if is_tensor else self._int(value)
+
+
+def _read(layers: Iterable[Layer], outputs: tuple[str, ...]) -> tuple[Layer, ...]:
+    """The layers without views that nobody reads, because who did reads what they are views of."""
+    kept, wanted = [], set(outputs)
+    for layer in reversed(tuple(layers)):
+        if layer.op != "view" or layer.name in wanted:
+            kept.append(layer)
+            wanted.update(layer.inputs)
+    return tuple(reversed(kept))

@@ -13,20 +13,30 @@ from torch import nn
 
 from shardwise.errors import CaptureError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.attribute_values import copied, inside, is_data, token
-from shardwise.model.attribute_writes import changes
+from shardwise.model.attribute_values import Reads, copied, inside, is_data, token
+from shardwise.model.attribute_writes import Left, changes
 from shardwise.model.attributes import INTERNAL, Looks
+from shardwise.model.exported import Shapes
 from shardwise.model.origin import Origin, fingerprint_of
-from shardwise.model.torch_export import Captured, check_example
+from shardwise.model.torch_export import Captured, Sizes, check_example, shapes_of
 from shardwise.model.weightless import weightless
 from shardwise.modules import assign, copy_structure, named_tensors
 from shardwise.tensors import memory_order
 
-Graphs = Callable[[bool, int], LayerGraph]  # from (training, batch) to the layer graph
+Graphs = Callable[[bool, Sizes], LayerGraph]  # from (training, sizes of inputs) to their graph
 
 
-def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
-    """The layer graph of a model in training mode, for inputs of these shapes.
+@torch.inference_mode(False)
+def capture(
+    model: nn.Module,
+    *inputs: torch.Tensor,
+    training: bool = True,
+    sizes_vary: bool | None = None,
+) -> LayerGraph:
+    """The layer graph of a model, in training mode or not, for inputs of these shapes.
+
+    Where sizes of inputs will vary, as they do in inference, the model is exported for all of them
+    at once, which takes longer.
 
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(2, 3, 8, 8))
     >>> print(graph)
@@ -35,13 +45,16 @@ def capture(model: nn.Module, *inputs: torch.Tensor) -> LayerGraph:
     1: relu(0) -> 2x8x6x6
     """
     check_example(model, inputs)
+    sizes_vary = not training if sizes_vary is None else sizes_vary
     home = next((param.device for param in model.parameters()), torch.device("cpu"))
+    shapes = shapes_of(inputs)
     if not all(x.is_contiguous() and x.device == home and not x.is_meta for x in inputs):
-        return Captured(model, inputs, training=True).graph(inputs[0].shape[0])
-    shapes, dtypes = (tuple(tuple(x.shape) for x in inputs), tuple(x.dtype for x in inputs))
-    graphs, seen = ModelGraphs(model, shapes, dtypes), fingerprint_of(model)
-    graph = graphs(True, shapes[0][0])
-    return replace(graph, origin=Origin(graphs, seen, shapes, dtypes))
+        captured = Captured(model, inputs, training, sizes_vary=sizes_vary)
+        origin = Origin(lambda _, sizes: captured.graph(sizes))
+        return replace(captured.graph(shapes), origin=origin)
+    dtypes = tuple(x.dtype for x in inputs)
+    graphs, seen = ModelGraphs(model, shapes, dtypes, sizes_vary), fingerprint_of(model)
+    return replace(graphs(training, shapes), origin=Origin(graphs, seen, shapes, dtypes))
 
 
 MOST_CAPTURED = 4  # that are kept: modes, and types of inputs and parameters
@@ -86,8 +99,9 @@ class ModelGraphs:
     def __init__(
         self,
         model: nn.Module,
-        shapes: tuple[tuple[int, ...], ...],
+        shapes: Shapes,
         dtypes: tuple[torch.dtype | None, ...] = (),
+        sizes_vary: bool = False,
     ) -> None:
         self._model = copy_structure(model)
         _own_objects(self._model)
@@ -103,27 +117,27 @@ class ModelGraphs:
             for shape, dtype in zip(shapes, types, strict=False)
         )
         self._kinds = Kinds.of(self._inputs, dict(self._model.named_parameters()))
-        self._looks = UNCHANGED
+        self._looks, self._sizes_vary = UNCHANGED, sizes_vary
         self._captured: dict[tuple[bool, Kinds, Looks], Captured] = {}  # the last used is last
         self.reads: dict[Any, set[str]] = {}  # attributes that forward reads, see `Reads`
         self._lock = threading.RLock()  # a loader asks beside the pass that runs
 
-    def __call__(self, training: bool, batch: int) -> LayerGraph:
-        """The graph for inputs and parameters as they were last."""
+    def __call__(self, training: bool, sizes: Sizes) -> LayerGraph:
+        """The graph for inputs and parameters of the types that they had last."""
         with self._lock:
-            return self._of(training).graph(batch)
+            return self._of(training).graph(sizes)
 
     def typed(
-        self, training: bool, batch: int, kinds: Kinds, looks: Looks = UNCHANGED
+        self, training: bool, sizes: Sizes, kinds: Kinds, looks: Looks = UNCHANGED
     ) -> LayerGraph:
         """The graph where inputs and parameters are of these types, and modules look like this."""
         with self._lock:
             self._looks = looks
             self._retype(kinds.in_order)
-            graph = self._of(training).graph(batch)
+            graph = self._of(training).graph(sizes)
             if kinds.orders != self._kinds.orders and graph.depends_on_memory:
                 self._retype(kinds)
-                graph = self._of(training).graph(batch)
+                graph = self._of(training).graph(sizes)
             return graph
 
     def _retype(self, kinds: Kinds) -> None:
@@ -157,20 +171,20 @@ class ModelGraphs:
             model = copy_structure(self._model) if self._looks.changes else self._model
             self._looks.apply(model)
             settings = {"others": self._looks.others, "autocast": self._kinds.autocast}
+            settings |= {"sizes_vary": self._sizes_vary, "noted": self._note}
             captured = Captured(model, self._inputs, training, **settings)
-            self._check_left(captured)
-            for path, names in captured.reads.items():
-                self.reads.setdefault(path, set()).update(names)
         self._captured[key] = captured
         while len(self._captured) > MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]
         return captured
 
-    def _check_left(self, captured: Captured) -> None:
-        """Refuses a model that goes on from what its own last call has left."""
+    def _note(self, reads: Reads, left: Left) -> None:
+        """What an export has read; refuses a model that goes on from what its last call left."""
         for path, name, value in self._looks.changes:
-            if token(captured.left.get((path, name), value)) != token(value):
+            if token(left.get((path, name), value)) != token(value):
                 raise CaptureError(changes(path, name))
+        for path, names in reads.items():
+            self.reads.setdefault(path, set()).update(names)
 
 
 def _own_objects(model: nn.Module) -> None:

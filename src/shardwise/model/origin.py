@@ -105,15 +105,19 @@ def fingerprint_of(model: nn.Module) -> Fingerprint | None:
 
 
 class Origin:
-    """The captures of a model, and its fingerprint; they are given away once."""
+    """The captures of a model, for other sizes of inputs too, and its fingerprint.
+
+    A parallel model takes them over, once, if they are of the model that it is made of.
+    """
 
     def __init__(
         self,
-        graphs: Any,
-        seen: Fingerprint | None,
-        shapes: tuple[tuple[int, ...], ...],
-        dtypes: tuple[torch.dtype, ...],
+        graphs: Any,  # from (training, sizes) to the layer graph
+        seen: Fingerprint | None = None,
+        shapes: tuple[tuple[int, ...], ...] = (),
+        dtypes: tuple[torch.dtype, ...] = (),
     ) -> None:
+        self.graphs = graphs
         self._held = (graphs, seen) if seen is not None else None
         self._inputs = shapes, dtypes
         self._lock = threading.Lock()

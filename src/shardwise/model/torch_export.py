@@ -7,35 +7,38 @@ import inspect
 import logging
 import re
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.export import _trace as torch_trace
 
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.model.attribute_values import EVERYTHING, inside, is_object
-from shardwise.model.attribute_writes import left_behind
+from shardwise.model.attribute_reads import read_attributes
+from shardwise.model.attribute_values import Reads
+from shardwise.model.attribute_writes import Left, left_behind
 from shardwise.model.build import Builder
+from shardwise.model.composites import taken_apart
+from shardwise.model.exported import Exported, Numbers, Shapes
 from shardwise.model.hooks import traced_hooks
-from shardwise.model.in_place import functional
 from shardwise.model.own_backward import kept_whole
-from shardwise.model.regions import joined, without_inference_mode
+from shardwise.model.regions import without_inference_mode
 from shardwise.model.source_lines import line_of_error
 from shardwise.model.weightless import stand_ins
-from shardwise.modules import named_tensors
 from shardwise.tensors import autocast_to, like
 
 Tensors = tuple[torch.Tensor, ...]
 UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w<>]+\.)*(\w+)'> in output")
-SPECIAL = (0, 1)  # batches that torch's operators may treat otherwise than larger ones
+SPECIAL = (0, 1)  # sizes that torch's operators may treat otherwise than larger ones
 LOGGERS = ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
-MOST_GRAPHS = 8  # that are kept: a model may be given any number of batch sizes
+MOST_GRAPHS = 8  # that are kept: a model may be given inputs of any number of sizes
+MOST_EXPORTS = 8  # likewise: of images of one row, of two, ...
+
+Sizes = int | Shapes  # of all inputs, or so many samples of those that were given first
+Free = Literal["samples", "sizes"]  # what may differ from the sizes that a model is exported for
 
 
 def _as_arguments(model: nn.Module, values: list[Any]) -> tuple[Any, ...]:
@@ -46,85 +49,118 @@ def _as_arguments(model: nn.Module, values: list[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def shapes_of(inputs: Tensors) -> Shapes:
+    return tuple(tuple(x.shape) for x in inputs)
+
+
+def as_sizes(batch: Any, num_inputs: int) -> Sizes:
+    """What a user says of the whole inputs: so many samples, the shape of the one, or of all."""
+    if isinstance(batch, int) and not isinstance(batch, bool) and batch >= 0:
+        return batch
+    if isinstance(batch, (tuple, list)):
+        shapes = batch if all(isinstance(part, (tuple, list)) for part in batch) else [batch]
+        sizes = [size for shape in shapes for size in shape]
+        if len(shapes) == num_inputs and all(type(size) is int and size >= 0 for size in sizes):
+            return tuple(map(tuple, shapes))
+    raise ShardwiseError(
+        f"batch={batch!r} must be the number of samples of all parts, or the shapes of the whole "
+        "inputs"
+    )
+
+
+def with_samples(shapes: Shapes, samples: int) -> Shapes:
+    """The same inputs with so many samples; those with other rows than the first have none."""
+    return tuple((samples, *s[1:]) if s[0] == shapes[0][0] else s for s in shapes)
+
+
 class Captured:
-    """A model exported once in one mode; gives its layer graph for any batch size."""
+    """A model in one mode; gives its layer graph for inputs of any sizes that it takes.
+
+    It is exported for the sizes that it is first given, with a free number of samples, and once
+    more, with all sizes free, when others come. Where it then makes other calls, for images of one
+    row say, it is exported for these sizes, too. `noted` is told what each export has read and left
+    in attributes of modules.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         inputs: Tensors,
         training: bool,
-        free: bool = True,
         others: tuple[str, ...] = (),
         autocast: torch.dtype | None = None,
+        sizes_vary: bool = False,
+        noted: Callable[[Reads, Left], None] = lambda reads, left: None,
     ) -> None:
         check_example(model, inputs)
-        self.training, self._given = training, (model, inputs)
+        self.training, self._given, self._noted = training, (model, inputs), noted
         self._others, self._autocast = others, autocast  # modules in another mode, and types
-        model, inputs = _twin(model, inputs)
-        self._modules = dict(model.named_modules())
-        self._fixed_batch = inputs[0].shape[0]
-        with (
-            _mode(model, training, others),
-            traced_hooks(model),
-            read_attributes(model) as self.reads,
-            left_behind(model, self.reads) as self.left,
-            autocast_to(inputs[0].device.type, autocast),
-        ):
-            program = _export(model, inputs, free)
-        self._names = _stored_names(program, model)
-        constants = [name for kind, name in self._names.values() if kind == "constant"]
-        self.constants = {name: program.constants[name] for name in constants}
-        _check_constants(self.constants)
-        kept = {n: name for n, (kind, name) in self._names.items() if kind != "constant"}
-        graph = joined(program.graph_module)
-        user_inputs = program.graph_signature.user_inputs  # made anew whenever it is asked for
-        self._nodes = list(functional(graph, kept, user_inputs).nodes)
-        self.output_spec = program.call_spec.out_spec
-        self._user_inputs = [n for n in self._nodes if n.name in user_inputs]
-        sizes = [size for node in self._user_inputs for size in node.meta["val"].shape]
-        free_sizes = [size for size in sizes if isinstance(size, torch.SymInt)]
-        self._symbols = {symbol for size in free_sizes for symbol in size.node.expr.free_symbols}
-        self._graphs: dict[int, LayerGraph] = {}  # the last used is last
+        self._shapes, self._sizes_vary = shapes_of(inputs), sizes_vary
+        self._exports: list[Exported] = []  # the last made is last
+        self._graphs: dict[Shapes, LayerGraph] = {}  # the last used is last
         self._lock = threading.Lock()
+        self._fitting(self._shapes)  # what cannot be captured is said at once
 
-    @property
-    def batch_is_free(self) -> bool:
-        return bool(self._symbols)
-
-    def graph(self, batch: int) -> LayerGraph:
-        """The layer graph for this many samples."""
-        if not self.batch_is_free and batch != self._fixed_batch:
-            raise CaptureError(
-                f"this model was captured for batches of {self._fixed_batch} only (its forward "
-                f"depends on the batch size), and got {batch} samples"
-            )
+    def graph(self, sizes: Sizes) -> LayerGraph:
+        """The layer graph for inputs of these shapes, or for so many samples of those it knows."""
+        shapes = with_samples(self._shapes, sizes) if isinstance(sizes, int) else sizes
         with self._lock:  # a loader asks beside the pass that runs
-            graph = self._graphs.pop(batch, None) or self._build(batch)
-            self._graphs[batch] = graph
+            graph = self._graphs.pop(shapes, None) or self._build(shapes)
+            self._graphs[shapes] = graph
             while len(self._graphs) > MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         return graph
 
-    def _build(self, batch: int) -> LayerGraph:
-        special = batch in SPECIAL and self.batch_is_free
-        return (self._by_itself(batch) if special else None) or Builder(self, batch).build()
+    def _build(self, shapes: Shapes) -> LayerGraph:
+        return Builder(*self._fitting(shapes), shapes[0][0], self.training).build()
 
-    def _by_itself(self, batch: int) -> LayerGraph | None:
-        """The graph of one sample or of none, captured by itself.
+    def _fitting(self, shapes: Shapes) -> tuple[Exported, Numbers]:
+        """An export whose calls are those for such inputs, and what is free in it."""
+        for exported in self._exports:
+            numbers = exported.numbers(shapes)
+            if numbers is not None:
+                return exported, numbers
+        exported = self._exported(shapes)
+        numbers = exported.numbers(shapes, is_alike=True)
+        assert numbers is not None, shapes
+        self._exports = [*self._exports, exported][-MOST_EXPORTS:]
+        return exported, numbers
 
-        Models may treat these in another way (squeeze, say), of which the others know nothing. None
-        where it cannot be captured: batch norm refuses one value, which it says when it runs.
+    def _exported(self, shapes: Shapes) -> Exported:
+        """The model exported for such inputs.
+
+        Batch norm refuses one value, which it says when it runs: one sample is shown as two then.
         """
-        model, inputs = self._given
-        few = [x[:batch] if x.shape[0] == self._fixed_batch else x for x in inputs]
+        known = with_samples(self._shapes, shapes[0][0])
+        free = "sizes" if self._sizes_vary or shapes != known else "samples"
         try:
-            settings = {"others": self._others, "autocast": self._autocast}
-            alone = Captured(model, tuple(few), self.training, free=False, **settings)
-            graph = alone.graph(batch)
+            return self._export(shapes, free)
         except CaptureError:
-            return None
-        return replace(graph, batch_is_free=True)
+            if shapes[0][0] in SPECIAL:
+                with suppress(CaptureError):
+                    several = self._export(with_samples(shapes, 2), "samples")
+                    if several.numbers(shapes, is_alike=True) is not None:
+                        return several
+            raise
+
+    @torch.inference_mode(False)  # a new size may come when a model is used for inference
+    def _export(self, shapes: Shapes, free: Free) -> Exported:
+        model, given = self._given
+        shaped = zip(given, shapes, strict=True)
+        same = [tuple(x.shape) == shape and not x.is_inference() for x, shape in shaped]
+        shaped = zip(given, shapes, same, strict=True)
+        inputs = tuple(x if is_same else like(x, shape) for x, shape, is_same in shaped)
+        model, inputs = _twin(model, inputs)
+        with (
+            _mode(model, self.training, self._others),
+            traced_hooks(model),
+            read_attributes(model) as reads,
+            left_behind(model, reads) as left,
+            autocast_to(inputs[0].device.type, self._autocast),
+        ):
+            program = _export(model, inputs, free)
+        self._noted(reads, left)
+        return Exported(program, model, left)
 
 
 def check_example(model: nn.Module, inputs: Tensors) -> None:
@@ -142,15 +178,6 @@ def check_not_parallel(model: nn.Module) -> None:
             raise CaptureError(f"the model cannot be made parallel: {what} is parallel already")
 
 
-def _check_constants(constants: dict[str, torch.Tensor]) -> None:
-    for name, tensor in constants.items():
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"forward uses the tensor {name!r}, which requires gradients and is no parameter: "
-                "make it one (nn.Parameter), or detach it"
-            )
-
-
 def _twin(model: nn.Module, inputs: Tensors) -> tuple[nn.Module, Tensors]:
     """A copy with the same tensors: torch.export replaces attributes of what it is given.
 
@@ -163,25 +190,6 @@ def _twin(model: nn.Module, inputs: Tensors) -> tuple[nn.Module, Tensors]:
         return copy.deepcopy(model, memo), tuple(twins[: len(inputs)])
     except Exception:  # attributes that cannot be copied are mostly left alone, too
         return model, inputs
-
-
-def _stored_names(
-    program: torch.export.ExportedProgram, model: nn.Module
-) -> dict[str, tuple[str, str]]:
-    """The kind and the name of every stored tensor, by the node that stands for it."""
-    signature = program.graph_signature
-    names: dict[int, str] = {}  # of tied ones the first, where torch.export takes the last
-    first = {name: names.setdefault(id(tensor), name) for name, tensor in named_tensors(model)}
-    kinds = {
-        "param": signature.inputs_to_parameters,
-        "buffer": signature.inputs_to_buffers,
-        "constant": signature.inputs_to_lifted_tensor_constants,
-    }
-    return {
-        node: (kind, first.get(name, name))
-        for kind, mapping in kinds.items()
-        for node, name in mapping.items()
-    }
 
 
 @contextmanager
@@ -218,34 +226,46 @@ def _silent() -> Iterator[None]:
             logger.disabled = disabled
 
 
-def _export(model: nn.Module, inputs: Tensors, may_be_free: bool) -> Any:
-    # A batch of one would be taken for a constant, so one sample is shown as two. Inputs with
-    # another number of rows than the first have no samples.
-    samples = inputs[0].shape[0]
-    batch = max(2, samples)
-    has_samples = [x.shape[0] == samples for x in inputs]
-    examples = tuple(
-        like(x, (batch, *x.shape[1:])) if has else x
-        for x, has in zip(inputs, has_samples, strict=True)
-    )
-    free = [{0: torch.export.Dim.AUTO} if has else {} for has in has_samples]
-    shapes = _as_arguments(model, free)
+def _export(model: nn.Module, inputs: Tensors, free: Free) -> torch.export.ExportedProgram:
+    """The model as a graph of calls, with free sizes unless it accepts these only."""
     try:
         with torch.enable_grad(), kept_whole(), without_inference_mode(), _silent():
-            if not may_be_free:
+            for apart in (True, False):
+                with suppress(Exception), taken_apart(apart):
+                    sizes = _as_arguments(model, _free_sizes(shapes_of(inputs), free))
+                    marked = tuple(like(x, tuple(x.shape)) for x in inputs)  # by export, for ever
+                    program = torch.export.export(model, marked, dynamic_shapes=sizes, strict=False)
+                    if _is_free(program):
+                        return program
+            with suppress(Exception), taken_apart():
                 return torch.export.export(model, inputs, strict=False)
-            with suppress(Exception):  # a model may accept this batch size only
-                program = torch.export.export(model, examples, dynamic_shapes=shapes, strict=False)
-                values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
-                is_free = any(isinstance(s, torch.SymInt) for v in values for s in v.shape)
-                if is_free or batch == samples:
-                    return program
             return torch.export.export(model, inputs, strict=False)
     except Exception as error:
         shapes = ", ".join("x".join(map(str, x.shape)) for x in inputs)
         raise CaptureError(
             f"{type(model).__name__} cannot be captured for input {shapes}: {_reason(error)}"
         ) from error
+
+
+def _free_sizes(shapes: Shapes, free: Free) -> list[dict[int, Any]]:
+    """Which dimensions of each input may have other sizes; those of 0 or 1 are special to torch.
+
+    Inputs with another number of rows than the first have no samples.
+    """
+    return [
+        {
+            dim: torch.export.Dim.AUTO
+            for dim, size in enumerate(shape if free == "sizes" else shape[:1])
+            if size not in SPECIAL and (free == "sizes" or size == shapes[0][0])
+        }
+        for shape in shapes
+    ]
+
+
+def _is_free(program: Any) -> bool:
+    """Whether an exported model accepts other sizes."""
+    values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
+    return any(isinstance(size, torch.SymInt) for value in values for size in value.shape)
 
 
 def _reason(error: Exception) -> str:
@@ -264,94 +284,3 @@ def _reason(error: Exception) -> str:
         )
     line = line_of_error(error)
     return f"{reason.strip()}{f' ({line})' if line else ''}"
-
-
-# -- what forward reads meanwhile: attributes of modules, and of objects that they hold ------------
-
-
-_lock = threading.Lock()
-_set = nn.Module.__setattr__
-_noted: dict[int, set[str]] = {}  # names that are read, by the module that is being captured
-_written: dict[int, set[str]] = {}  # names that were set before, of which nobody reads the old
-# By the class of objects: names for everyone who captures, and what the class had itself.
-_patched: dict[type, tuple[list[set[str]], Any]] = {}
-
-
-@contextmanager
-def read_attributes(model: nn.Module) -> Iterator[dict[Any, set[str]]]:
-    """Within, every attribute of the model's modules that is read is noted, by their paths.
-
-    What forward itself has set before is not what it depends on. Attributes of other objects that
-    modules hold are noted by their classes.
-    """
-    named = dict(model.named_modules())
-    reads: dict[Any, set[str]] = defaultdict(set, {path: set() for path in named})
-    own = {id(module): reads[path] for path, module in named.items()}
-    held = [value for module in named.values() for value in vars(module).values()]
-    kinds = {type(value) for value in inside(held) if is_object(value)}
-    with _lock:
-        _noted.update(own)
-        _written.update((key, set()) for key in own)
-        nn.Module.__getattribute__ = _read  # type: ignore[method-assign]
-        nn.Module.__setattr__ = _write  # type: ignore[method-assign]
-        watched = [kind for kind in kinds if _watch(kind, reads[kind])]
-    try:
-        yield reads
-    finally:
-        with _lock:
-            for key in own:
-                _noted.pop(key, None)
-                _written.pop(key, None)
-            if not _noted:
-                del nn.Module.__getattribute__
-                nn.Module.__setattr__ = _set  # type: ignore[method-assign]
-            for kind in watched:
-                _leave(kind, reads[kind])
-
-
-def _read(self: Any, name: str) -> Any:
-    own = _noted.get(id(self))
-    if own is not None and name not in _written[id(self)]:
-        own.add(name)
-    return object.__getattribute__(self, name)
-
-
-def _write(self: Any, name: str, value: Any) -> None:
-    own = _written.get(id(self))
-    if own is not None:
-        own.add(name)
-    _set(self, name, value)
-
-
-def _watch(kind: Any, names: set[str]) -> bool:
-    """From now on names that are read of objects of this class are noted, if it allows that."""
-    if kind in _patched:
-        _patched[kind][0].append(names)
-        return True
-    original, takers = kind.__getattribute__, [names]
-
-    def read(self: Any, name: str) -> Any:
-        for taker in takers:
-            taker.add(name)
-        return original(self, name)
-
-    before = vars(kind).get("__getattribute__")
-    try:
-        kind.__getattribute__ = read
-    except TypeError:  # of a class that is not written in Python
-        names.add(EVERYTHING)
-        return False
-    _patched[kind] = takers, before
-    return True
-
-
-def _leave(kind: Any, names: set[str]) -> None:
-    takers, before = _patched[kind]
-    takers[:] = [taker for taker in takers if taker is not names]
-    if takers:
-        return
-    del _patched[kind]
-    if before is None:
-        del kind.__getattribute__
-    else:
-        kind.__getattribute__ = before

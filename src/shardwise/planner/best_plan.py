@@ -11,12 +11,14 @@ import numpy as np
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
-from shardwise.operators import Split
+from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs
-from shardwise.planner.layer_costs import SLACK
+from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
-from shardwise.plans.plan import Plan, fit
+from shardwise.plans.fitting import fit
+from shardwise.plans.plan import Plan
+from shardwise.plans.program import handed_out
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ class _Appraised:
             rows.append(row)
             held, while_running = self.costs.memory.of(self._split(layer))
             stored += held
-            working = np.maximum(working, while_running + buffers)
-        rows += [self._output_row(graph[n]) for n in graph.outputs if n not in graph.inputs]
+            working = np.maximum(working, while_running + buffers + self._waiting(layer))
+        outputs = [graph[name] for name in graph.outputs if name not in graph.inputs]
+        rows += map(self._output_row, outputs)
+        working = np.maximum(working, sum(map(self._returned, outputs)))
         held = tuple(round(SLACK * float(nbytes)) for nbytes in stored + working)
         return Prediction(tuple(rows), max(held), held)
 
@@ -117,8 +121,22 @@ class _Appraised:
         memory = round(float(own.memory[place]))
         return PlannedLayer(layer.name, called, config, *times, round(moved), memory), buffers
 
+    def _waiting(self, layer: Layer) -> np.ndarray:
+        """Bytes per rank of what waits for later layers, where no backward pass keeps it anyway."""
+        training, found = self.costs.training, np.zeros(self.world)
+        for other in () if training.gradients else self.costs.memory.waiting[layer.name]:
+            found += STRATEGIES[other.op].output(self._split(other)).numels * training.itemsize
+        return found
+
+    def _returned(self, layer: Layer) -> np.ndarray:
+        """Bytes per rank of an output: its part, and what the user gets."""
+        held = STRATEGIES[layer.op].output(self._split(layer))
+        transfer = handed_out(held, self.costs.training.output)
+        given = 0 if transfer is None else transfer.target.numels
+        return (held.numels + given) * float(self.costs.training.itemsize)
+
     def _output_row(self, layer: Layer) -> PlannedLayer:
-        """Carrying an output to all ranks, for the user's loss."""
+        """Handing out an output: to all ranks, for the user's loss."""
         own, place = self.costs.at(layer, self.configs[layer.name])
         table = self.costs.output_table(layer, own.outputs.one(place))
         seconds, moved = float(table.seconds[0, 0]), round(float(table.nbytes[0, 0]))
@@ -295,6 +313,7 @@ def baselines(costs: Costs) -> dict[str, tuple[Plan, Prediction]]:
         "uniform x (c)": _uniform(costs, [("c",)]),
         "uniform y (f)": _uniform(costs, [("f",)]),
         "uniform w (c x f)": _uniform(costs, [("c", "f")]),
+        "one worker": [] if costs.training.gradients else [Plan.uniform(graph, world)],
     }.items():
         legal = [p for p in (replace(plan, world=world) for plan in plans) if wanted(p, costs)]
         if legal:

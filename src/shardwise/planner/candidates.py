@@ -189,10 +189,9 @@ class Stacks:
 
     def forget(self) -> None:
         """Only the next few layers have the same layouts; on many ranks they fill the memory."""
-        stacks = (stack for _, groups in self._known.values() for _, stack in groups)
-        for known in (known for stack in stacks for known in (stack.layouts, stack._ranges)):
-            while len(known) > FEW:
-                known.pop(next(iter(known)))
+        for _, groups in self._known.values():
+            for _, stack in groups:
+                stack.forget(FEW)
 
 
 def _pattern(config: Config, axes: Iterable[str]) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ from shardwise.geometry.layout import Layout, first_holders
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
 from shardwise.planner.candidates import Candidates, Stacks
-from shardwise.planner.layer_costs import Appraisal, LayerCosts, Memory, Roofline, Timer, Training
+from shardwise.planner.layer_costs import Appraisal, LayerCosts, Roofline, Timer, Training
 from shardwise.planner.layout_columns import Columns, Layouts
 from shardwise.planner.links import Network
+from shardwise.planner.memory import Memory
 from shardwise.planner.transfer_costs import MANY, Table, Traffic
-from shardwise.plans.program import differentiable
+from shardwise.plans.program import differentiable, handed_out
 
 ROUNDING = 1 + 1e-9
 
@@ -169,12 +170,13 @@ class Costs:
         return 2.0 if flows else 1.0
 
     def output_table(self, layer: Layer, held: Layouts | None = None) -> Table:
-        """Carrying a model's output to all ranks, from each different layout; one way only."""
+        """Handing out a model's output, from each different layout; one way only."""
         held = self.of(layer).outputs if held is None else held
-        if self.training.output == "local":
+        transfer = handed_out(Layout.on(layer.shape, self.world, (0,)), self.training.output)
+        if transfer is None:
             return Table(*np.zeros((2, len(held), 1)))
-        everywhere = self.columns.of(Layout.replicated(layer.shape, self.world).bounds[None])
-        return self.traffic.table(held, Layouts.of(self.columns, everywhere))
+        target = self.columns.of(transfer.target.bounds[None])
+        return self.traffic.table(held, Layouts.of(self.columns, target))
 
     def unwanted(self, layer: Layer, held: Layouts) -> np.ndarray:
         """Which layouts of an output leave a rank with a part that lacks classes."""

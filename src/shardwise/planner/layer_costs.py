@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.cluster.cluster import Device
 from shardwise.geometry.grid import Config
 from shardwise.geometry.layout import Layout
-from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.graph.layer_graph import Layer
 from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layout_columns import Layouts
 from shardwise.planner.sum_costs import SumCosts, SumModel
@@ -64,11 +64,16 @@ class Training:
 
     itemsize: int = 4
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
-    output: str = "full"  # every rank gets the whole output, or "local": its part
+    output: str = "full"  # how the user gets outputs, see `handed_out`
     whole_classes: bool = True  # of a part, which a loss needs
     gradients: bool = True  # False: inference only
     # Of norms; "local": each rank its own, as in other systems that are simulated.
     statistics: Literal["global", "local"] = "global"
+
+    @classmethod
+    def none(cls, output: str = "full") -> Training:
+        """Inference: nothing is trained."""
+        return cls(states=0, output=output, whole_classes=False, gradients=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +87,7 @@ class LayerCosts:
     update: np.ndarray
     moved: np.ndarray  # bytes of transfer and update
     stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
-    saved: np.ndarray  # bytes kept for the backward pass
+    saved: np.ndarray  # bytes kept for the backward pass; without one, those it works on
     outputs: Layouts
     needs: tuple[Layouts | None, ...]  # per operand; None for weights
 
@@ -138,10 +143,16 @@ class Appraisal:
             update,
             moved + summed,
             self._most([parent.memory.stored(layer, sizes, made)]),
-            self._most([parent.memory.saved(layer, sizes, made)]) * trains,
+            self._most([self._kept(trains, sizes, made)]),
             self._layouts(self.outputs, layer.shape),
             tuple(needs),
         )
+
+    def _kept(self, trains: bool, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
+        memory = self.parent.memory
+        if not self.parent.training.gradients:
+            return memory.working(self.layer, read, made)
+        return memory.saved(self.layer, read, made) * trains
 
     def _most(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The most on any rank, for each config."""
@@ -213,75 +224,3 @@ class Appraisal:
         users = parent.columns.users(rows[:, 0])
         models, known = parent.sum_models(rows), parent.network.sum_models
         return SumCosts(known, np.concatenate(places), models, nbytes, users)
-
-
-# -- memory: always, while a layer runs, and to move what it reads ---------------------------------
-
-SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """What the layers of a graph take where it is trained like this, from numbers of elements."""
-
-    graph: LayerGraph
-    training: Training
-    _known: dict[tuple[str, Config], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-
-    def of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per rank that a layer holds all the time, and those that come and go as it runs."""
-        if (key := (split.layer.name, split.config)) not in self._known:
-            self._known[key] = self._of(split)
-        return self._known[key]
-
-    def _of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        layer, strategy = split.layer, STRATEGIES[split.layer.op]
-        read = [need.layout.numels for need in strategy.needs(split)]
-        partial, made = strategy.partial(split), strategy.output(split).numels
-        held = self.stored(layer, read, made)
-        if self.training.gradients:
-            held = held + self.saved(layer, read, made)
-        both = 2.0 if self.training.gradients else 1.0  # gradients beside values
-        values = sum(
-            each for o, each in zip(layer.operands, read, strict=True) if o.kind == "value"
-        )
-        working = (values + (made if partial is None else partial.numels)) * both
-        if partial is not None:  # its parts as messages, and those of the others as they arrive
-            working = working + 2.0 * partial.numels
-        return held, working * self.training.itemsize
-
-    def stored(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
-        """Weights, their gradients and the optimizer's state, from the operands' elements."""
-        copies = 2 + self.training.states if self.training.gradients else 1
-        stored = np.zeros(len(made))
-        for operand, count in zip(layer.operands, read, strict=True):
-            if operand.kind != "value":
-                stored += count * (copies if operand.kind == "param" else 1)
-        return stored * self.training.itemsize
-
-    def saved(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
-        """What a layer keeps for the backward pass, of its operands and of its output."""
-        strategy, saved = STRATEGIES[layer.op], np.zeros(len(made))
-        if strategy.keeps(layer):
-            for operand, count in zip(layer.operands, read, strict=True):
-                saved += count * (operand.kind == "value")
-        if layer.name in self.saving:
-            saved += made
-        return saved * self.training.itemsize + made * strategy.keeps_bytes
-
-    @cached_property
-    def saving(self) -> frozenset[str]:
-        """Layers whose output is kept for its own sake: no reader keeps it anyway."""
-        keeping = {layer.name for layer in self.graph.layers if STRATEGIES[layer.op].keeps(layer)}
-        return frozenset(
-            layer.name
-            for layer in self.graph.layers
-            if STRATEGIES[layer.op].keeps_output(layer)
-            and keeping.isdisjoint(self.graph.consumers[layer.name])
-        )
-
-    def moving(self, source: Split, target: Split, operand: int) -> np.ndarray:
-        """Bytes per rank of an operand that moves: what is held, and where the rest arrives."""
-        held = STRATEGIES[source.layer.op].output(source)
-        needed = STRATEGIES[target.layer.op].needs(target)[operand].layout
-        return (held.numels + needed.numels) * float(self.training.itemsize)

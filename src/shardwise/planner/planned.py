@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from shardwise.errors import PlanError
 from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
+from shardwise.model.torch_export import as_sizes
 from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
+from shardwise.planner.several_sizes import for_all_sizes
 from shardwise.planner.shown_plan import as_text
 from shardwise.planner.simulate import simulate
 from shardwise.plans.gradient_schedule import Engine
@@ -121,22 +124,67 @@ def plan(
     training: Training | None = None,
     timer: Timer | None = None,
     gradients: Engine | str | None = None,
+    inference: bool = False,
+    sizes: Sequence[Any] = (),
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
     `cluster` is a description, a preset ("p100-4x4"), a shorthand ("4x10Gb") or a file; `memory`
-    caps what a worker may use ("8GiB").
+    caps what a worker may use ("8GiB"). With inference=True only the forward pass costs time, and
+    nothing is kept for a backward pass. `sizes` are shapes of other inputs to plan for: each gets
+    the splits that are best for it, and what lies between them those of the nearest.
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
-    graph = model if isinstance(model, LayerGraph) else capture(model, *inputs)
+    if inference:
+        training = training or Training.none()
+    if isinstance(model, LayerGraph):
+        graph = model
+    else:
+        vary = inference or bool(sizes)
+        graph = capture(model, *inputs, training=not inference, sizes_vary=vary)
+    if inference and graph.training:
+        raise PlanError("the graph is of training: capture(..., training=False) is for inference")
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
     cap = machines.device.memory
     if memory is not None:
         cap = parse_size(memory) if isinstance(memory, str) else memory
-    costs = Costs(graph, machines, timer or timer_for(machines, graph), training)
-    return examine(costs, gradients, cap=cap)
+
+    def costs_of(graph: LayerGraph) -> Costs:
+        return Costs(graph, machines, timer or timer_for(machines, graph), training)
+
+    return best_plan([costs_of(each) for each in of_sizes(graph, sizes)], gradients, cap)
+
+
+def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:
+    """A graph, and those of the same model for inputs of other shapes."""
+    if sizes and graph.origin is None:
+        raise PlanError("plans for several sizes are made from a model, not from a graph")
+    shapes = [as_sizes(size, len(graph.inputs)) for size in sizes]
+    return [graph, *(graph.origin.graphs(graph.training, shape) for shape in shapes)]
+
+
+def best_plan(
+    each: Sequence[Costs], gradients: Engine | str | None = None, cap: int | None = None
+) -> Plan:
+    """The best plan for one size of inputs, or for several, with all that is known about it."""
+    if len(each) == 1:
+        return examine(each[0], gradients, cap=cap)
+    plans = []
+    for costs in each:
+        try:
+            plans.append(examine(costs, gradients, cap=cap))
+        except PlanError as error:
+            shapes = [costs.graph[name].shape for name in costs.graph.inputs]
+            sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+            raise PlanError(f"for input {sizes}, {error}") from None
+
+    def fitted(plan: Plan, costs: Costs) -> Plan:
+        own = Plan.make(costs.graph, costs.world, lambda layer: plan.config(layer, costs.graph))
+        return examine(costs, gradients, chosen=own)
+
+    return for_all_sizes(plans, cap, fitted)
 
 
 def examine(
@@ -167,7 +215,8 @@ def examine(
 
 def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
     """The best plans, for different parts of the updates that overlap hides."""
-    plans = [planner.best(hidden) for hidden in HIDDEN]
+    trains = planner.costs.training.gradients
+    plans = [planner.best(hidden) for hidden in (HIDDEN if trains else HIDDEN[:1])]
     if cap is None:
         return plans
     fitting = [plan for plan in plans if predict(plan, planner.costs).memory <= cap]

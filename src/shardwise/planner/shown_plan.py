@@ -25,9 +25,13 @@ SIZES = ("moved_bytes", "memory_bytes")
 def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
     """A plan and all that is known about it as plain data, for JSON; alternatives if asked for."""
     findings: Findings = plan.findings
+    sizes = {"sizes": [as_data(other) for other in plan.others]} if plan.others else {}
     return {
         "workers": plan.world,
         "cluster": findings.costs.cluster.name,
+        "training": plan.training,
+        "inputs": [list(shape) for shape in plan.inputs],
+        **sizes,
         **_totals(findings.prediction, findings.trace.seconds),
         "layers": [_layer_data(row) for row in findings.prediction.rows],
         "rivals": {
@@ -88,10 +92,16 @@ def as_text(plan: Plan) -> str:
     """The plan and its rivals as plain columns."""
     console = Console(file=StringIO(), width=1000, color_system=None, highlight=False)
     with console.capture() as captured:
-        for table in (plan_table(plan, box=None), rivals_table(plan, box=None)):
+        for table in tables(plan, box=None):
             console.print(table, "")
     lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
     return "\n".join([*lines, *plan.idle()])
+
+
+def tables(plan: Plan, box: Box | None = HEAVY_HEAD) -> list[Table]:
+    """The layers, the rivals, and where it was planned for several sizes these."""
+    sizes = [sizes_table(plan, box)] if plan.others else []
+    return [plan_table(plan, box), rivals_table(plan, box), *sizes]
 
 
 def new_table(title: str, texts: Sequence[str], numbers: Sequence[str], **options: Any) -> Table:
@@ -108,13 +118,14 @@ def plan_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
     title = escape(f"plan for {plan.world} workers of {data['cluster']}")
     numbers = ("workers", *(f"{part} ms" for part in TIMES), "moved", "memory")
     table = new_table(title, ("layer", "operator", "split"), numbers, box=box)
+    recipients = "rank 0" if plan.findings.costs.training.output == "one" else "all ranks"
     for row in data["layers"]:
         note = " (no strategy)" if row["layer"] in plan.whole else ""
         gathered = row["op"] == "gather"
         table.add_row(
             escape(row["layer"]),
             row["op"],
-            "all ranks" if gathered else row["split"] + note,
+            recipients if gathered else row["split"] + note,
             str(plan.world if gathered else row["workers"]),
             *(milliseconds(row[f"{part}_seconds"]) for part in TIMES),
             *(size(row[part]) if row[part] else "" for part in SIZES),
@@ -137,6 +148,23 @@ def rivals_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
             milliseconds(row["step_seconds"]) if row["step_seconds"] else "",
             *(size(row[part]) for part in SIZES),
             f"{row[judged] / data[judged]:.2f}x",
+        )
+    return table
+
+
+def sizes_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
+    """What the plan of every size costs, and what it would cost on one worker."""
+    numbers = ("step ms", "one worker ms", "moved", "memory")
+    table = new_table("every size", ("input", "split of most layers"), numbers, box=box)
+    for each in (plan, *plan.others):
+        data = as_data(each)
+        alone = data["rivals"].get("one worker", {}).get("step_seconds")
+        table.add_row(
+            ", ".join("x".join(map(str, shape)) for shape in each.inputs),
+            each.main_split,
+            milliseconds(data["step_seconds"]),
+            "" if alone is None else milliseconds(alone),
+            *(size(data[part]) for part in SIZES),
         )
     return table
 

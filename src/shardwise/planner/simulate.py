@@ -25,7 +25,7 @@ from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Chunk, Engine, gradient_chunks
 from shardwise.plans.interpreter import backward, forward
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Cut, Move, Op, Program, Run, to_all
+from shardwise.plans.program import TO_WHOM, Cut, Move, Op, Program, Run, handed_out
 from shardwise.plans.trace import Span, Trace
 
 
@@ -99,10 +99,10 @@ class ClockMachine:
         """A view takes no time."""
 
     def hand_out(self, output: str, value: None) -> Callable[[], None]:
-        if self.training.output != "full":
+        transfer = handed_out(self.program.layouts[output], self.training.output)
+        if transfer is None:
             return lambda: None
-        transfer = to_all(self.program.layouts[output])
-        return self._carry(f"{output} to all", transfer, transfer.messages)
+        return self._carry(f"{output} {TO_WHOM[self.training.output]}", transfer, transfer.messages)
 
     # -- backward ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError
@@ -32,9 +32,15 @@ def compile_program(
     trainable: frozenset[str],
     whole_inputs: bool = True,
     inputs_need_gradient: bool = False,
+    held: Mapping[str, Layout] | None = None,
 ) -> Program:
-    """The steps of this rank; every rank compiles the same steps with its own boxes."""
-    return _Compiler(graph, plan, rank, trainable, whole_inputs, inputs_need_gradient).compile()
+    """The steps of this rank; every rank compiles the same steps with its own boxes.
+
+    `held` says where the blocks of stored tensors lie already, if they do.
+    """
+    inputs = whole_inputs, inputs_need_gradient
+    params = param_layouts(plan, graph) if held is None else dict(held)
+    return _Compiler(graph, plan, rank, trainable, *inputs, params).compile()
 
 
 @dataclass
@@ -45,10 +51,11 @@ class _Compiler:
     trainable: frozenset[str]
     whole_inputs: bool
     inputs_need_gradient: bool
+    params: dict[str, Layout]
 
     def __post_init__(self) -> None:
         graph, inputs = self.graph, self.graph.inputs if self.inputs_need_gradient else ()
-        self.params, self.configs = param_layouts(graph, self.plan), self.plan.configs(graph)
+        self.configs = self.plan.configs(graph)
         self.layouts: dict[str, Layout] = {}
         self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
         self.moves: dict[str, Move | Cut] = {}  # by target
@@ -223,12 +230,23 @@ class _Compiler:
         made = [op.result for op in group]
         read = [s.name for op in group for s in op.operands if s.kind == "value"]
         params = [s.name for op in group for s in op.operands if self._trains((s,))]
+        outside = outside | {op.result for op in group if self._sums_for_others(op)}
         return Run(
             ops=tuple(group),
             inputs=tuple(dict.fromkeys(name for name in read if name not in made)),
             outputs=tuple(name for name in made if name in outside),
             params=tuple(dict.fromkeys(params)),
         )
+
+    def _sums_for_others(self, op: Op) -> bool:
+        """Whether a rank takes part in the sums of a layer of whose output it has nothing.
+
+        No gradient may come to it there then, and yet it has to take part on the way back.
+        """
+        if op.sums is None:
+            return False
+        joins, has = op.sums.source.numels > 0, self.layouts[op.result].numels > 0
+        return bool((joins & ~has).any())
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from math import prod
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -21,9 +21,11 @@ from shardwise.files import first_mistake, write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
+from shardwise.plans.fitting import fit, random_config
 
-FORMAT = "shardwise-plan-1"
+FORMAT = "shardwise-plan-2"
 FLOAT = "float"  # an input of the same type as the parameters
+Shapes = tuple[tuple[int, ...], ...]  # of all inputs
 
 
 MOST_NAMED = 3  # layers without a strategy
@@ -33,6 +35,9 @@ MOST_NAMED = 3  # layers without a strategy
 class Plan:
     """How every layer of one model is split over `world` workers.
 
+    It was made for inputs of one size, and is fitted to others. `others` are plans for some of
+    these: the one whose size is nearest rules.
+
     >>> from shardwise import capture, zoo
     >>> plan = Plan.uniform(capture(zoo.build("digits"), torch.zeros(8, 1, 8, 8)), n=2, h=2)
     >>> plan.world
@@ -41,10 +46,12 @@ class Plan:
 
     world: int
     layers: Mapping[str, Config]
-    inputs: tuple[tuple[int, ...], ...]  # the shapes the model was captured for
+    inputs: Shapes  # that it was made for
     signature: str  # of the graph the plan was made for
     whole: tuple[str, ...] = field(default=())  # layers with no strategy: one worker computes them
     dtypes: tuple[str, ...] = field(default=())  # of inputs: "float" is that of the parameters
+    others: tuple[Plan, ...] = field(default=())  # for inputs of other sizes
+    training: bool = True  # it was made for training, or for inference only
     findings: Any = field(default=None, repr=False, compare=False)  # costs, where it was planned
 
     # -- making plans --------------------------------------------------------------------------
@@ -55,10 +62,11 @@ class Plan:
         plan = cls(
             world=world,
             layers={layer.name: choose(layer) for layer in graph.layers},
-            inputs=tuple(graph[name].shape for name in graph.inputs),
+            inputs=_input_shapes(graph),
             signature=graph.signature,
             whole=tuple(layer.name for layer in graph.layers if not STRATEGIES[layer.op].known),
             dtypes=tuple(_dtype_name(graph[name].dtype) for name in graph.inputs),
+            training=graph.training,
         )
         plan.check(graph)
         return plan
@@ -94,21 +102,25 @@ class Plan:
     # -- checking ------------------------------------------------------------------------------
 
     def check(self, graph: LayerGraph) -> None:
-        """Raises where this plan does not fit this model or this shape."""
+        """Raises where this plan does not fit this model; to other sizes of inputs it is fitted."""
         for name in self.layers:
             if name not in graph:
                 raise PlanError(f"the plan names layer {name!r}, which {_nearest(name, graph)}")
         for layer in graph.layers:
             if layer.name not in self.layers:
                 raise PlanError(f"the plan has no entry for layer {layer.name!r} ({layer.op})")
-            STRATEGIES[layer.op].check(layer, self.layers[layer.name], self.world)
         if self.signature != graph.signature:
-            shapes = ", ".join("x".join(map(str, graph[name].shape)) for name in graph.inputs)
-            made_for = ", ".join("x".join(map(str, shape)) for shape in self.inputs)
             raise PlanError(
-                f"the plan was made for another model or input shape (input {made_for}, network "
-                f"{self.signature}) than this one (input {shapes}, network {graph.signature})"
+                f"the plan was made for another model (network {self.signature}) than this one "
+                f"(network {graph.signature})"
             )
+        if _image_sizes(self.inputs) == _image_sizes(_input_shapes(graph)):
+            for layer in graph.layers:
+                STRATEGIES[layer.op].check(layer, self.layers[layer.name], self.world)
+
+    def of_size(self, inputs: Shapes) -> Plan:
+        """The plan that rules for inputs of this size: this one, or one of `others`."""
+        return min((self, *self.others), key=lambda plan: _distance(plan.inputs, inputs))
 
     def config(self, layer: Layer, graph: LayerGraph) -> Config:
         """The config of a layer of this graph."""
@@ -118,23 +130,27 @@ class Plan:
         """The config of every layer of a graph; what the plan does not name follows what it reads.
 
         The graph of evaluation may have layers that the graph of training has not, and another
-        batch may be too small for a split.
+        batch or image may be too small for a split.
         """
-        known = self._fitted.get(graph)
-        if known is None or known[0] != self.layers:  # a table that somebody may write into
-            found: dict[str, Config] = {}
-            for layer in graph.layers:
-                config = self.layers.get(layer.name)
-                if config is None:
-                    sources = [found[name] for name in layer.inputs]
-                    config = fit(layer, sources[0] if sources else Config(), graph.batch)
-                try:
-                    STRATEGIES[layer.op].check(layer, config, self.world)
-                except PlanError:
-                    config = fit(layer, config, graph.batch)
-                found[layer.name] = config
-            known = self._fitted[graph] = dict(self.layers), found
+        plan = self.of_size(_input_shapes(graph)) if self.others else self
+        known = plan._fitted.get(graph)
+        if known is None or known[0] != plan.layers:  # a table that somebody may write into
+            known = plan._fitted[graph] = dict(plan.layers), plan._fit(graph)
         return known[1]
+
+    def _fit(self, graph: LayerGraph) -> Mapping[str, Config]:
+        found: dict[str, Config] = {}
+        for layer in graph.layers:
+            config = self.layers.get(layer.name)
+            if config is None:
+                sources = [found[name] for name in layer.inputs]
+                config = fit(layer, sources[0] if sources else Config(), graph.batch)
+            try:
+                STRATEGIES[layer.op].check(layer, config, self.world)
+            except PlanError:
+                config = fit(layer, config, graph.batch)
+            found[layer.name] = config
+        return found
 
     @cached_property
     def _fitted(self) -> WeakKeyDictionary[LayerGraph, tuple[Any, Mapping[str, Config]]]:
@@ -158,18 +174,6 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text that a person can edit: degrees of 1 and obvious ranks are left out."""
-        layers = {}
-        for name, config in self.layers.items():
-            entry: dict[str, Any] = {
-                axis: degree
-                for axis, degree in zip(AXES, config.degrees, strict=True)
-                if degree > 1
-            }
-            if config.ranks != tuple(range(config.num_workers)):
-                entry["ranks"] = list(config.ranks)
-            if config.gradient != "sum":
-                entry["gradient"] = config.gradient
-            layers[name] = entry
         head = {
             "format": FORMAT,
             "world": self.world,
@@ -179,10 +183,21 @@ class Plan:
         }
         if any(name != FLOAT for name in self.dtypes):
             head["dtypes"] = list(self.dtypes)
+        if not self.training:
+            head["training"] = False
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        rows = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in layers.items()]
-        body = ",\n".join(rows)
-        return "\n".join(["{", *lines, '  "layers": {', body, "  }", "}", ""])
+        lines += ['  "layers": {', self._rows("    "), "  }" + "," * bool(self.others)]
+        sizes = [
+            f'    {{"inputs": {json.dumps(other.inputs)}, "layers": {{\n{other._rows("      ")}\n'
+            "    }}"
+            for other in self.others
+        ]
+        lines += ['  "sizes": [', ",\n".join(sizes), "  ]"] if sizes else []
+        return "\n".join(["{", *lines, "}", ""])
+
+    def _rows(self, indent: str) -> str:
+        entries = ((json.dumps(name), json.dumps(_entry(c))) for name, c in self.layers.items())
+        return ",\n".join(f"{indent}{name}: {entry}" for name, entry in entries)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan") -> Plan:
@@ -192,18 +207,20 @@ class Plan:
         except ValidationError as error:
             raise PlanError(f"{where}: {first_mistake(error)}") from None
         if data.format != FORMAT:
-            raise PlanError(f"{where}: format {data.format!r} is not {FORMAT!r}")
-        layers = {}
-        for name, entry in data.layers.items():
-            try:
-                layers[name] = Config(**entry.model_dump())
-            except ValueError as error:
-                raise PlanError(f"{where}: layer {name!r}: {error}") from None
-        inputs = tuple(tuple(shape) for shape in data.inputs)
-        dtypes = tuple(data.dtypes) or (FLOAT,) * len(inputs)
-        if len(dtypes) != len(inputs):
-            raise PlanError(f"{where}: dtypes names {len(dtypes)} of {len(inputs)} inputs")
-        return cls(data.world, layers, inputs, data.signature, tuple(data.whole), dtypes)
+            raise PlanError(f"{where}: format {data.format!r} is not {FORMAT!r}; make it again")
+        dtypes = tuple(data.dtypes) or (FLOAT,) * len(data.inputs)
+        if len(dtypes) != len(data.inputs):
+            raise PlanError(f"{where}: dtypes names {len(dtypes)} of {len(data.inputs)} inputs")
+        same: dict[str, Any] = {"signature": data.signature, "whole": tuple(data.whole)}
+        same |= {"dtypes": dtypes, "training": data.training}
+        others = []
+        for number, size in enumerate(data.sizes):
+            place = f"{where}: sizes.{number}"
+            if list(map(len, size.inputs)) != list(map(len, data.inputs)):
+                raise PlanError(f"{place}: inputs have other dimensions than the plan's")
+            others.append(cls(data.world, _layers(size, place), _shapes(size.inputs), **same))
+        own = _layers(data, where), _shapes(data.inputs)
+        return cls(data.world, *own, **same, others=tuple(others))
 
     def save(self, path: str | Path) -> None:
         try:
@@ -268,40 +285,72 @@ class _Entry(BaseModel):
     gradient: str = "sum"
 
 
+class _Size(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    inputs: list[list[int]]
+    layers: dict[str, _Entry]
+
+
 class _PlanFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     format: str
     world: int = Field(ge=1)
     inputs: list[list[int]]
     signature: str
+    layers: dict[str, _Entry]
     whole: list[str] = []
     dtypes: list[
         Literal[
             "float", "bool", "int8", "int16", "int32", "int64", "uint8", "complex64", "complex128"
         ]
     ] = []
-    layers: dict[str, _Entry]
+    sizes: list[_Size] = []
+    training: bool = True
 
 
-def fit(layer: Layer, wanted: Config, batch: int) -> Config:
-    """The legal config nearest to a wanted split.
+def _entry(config: Config) -> dict[str, Any]:
+    """A config as a file has it."""
+    pairs = zip(AXES, config.degrees, strict=True)
+    entry: dict[str, Any] = {axis: degree for axis, degree in pairs if degree > 1}
+    if config.ranks != tuple(range(config.num_workers)):
+        entry["ranks"] = list(config.ranks)
+    if config.gradient != "sum":
+        entry["gradient"] = config.gradient
+    return entry
 
-    What an axis cannot take moves on: input channels to filters, everything else to samples. What
-    then finds no room is dropped, so that fewer workers are used.
-    """
-    strategy = STRATEGIES[layer.op]
-    limits = strategy.limits(layer, batch)
-    degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
-    if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
-        degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
-    for axis, fallback in (("c", "f"), ("d", "n"), ("h", "n"), ("w", "n"), ("f", "n"), ("n", "")):
-        kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
-        if fallback:
-            degrees[fallback] *= degrees[axis] // kept
-        degrees[axis] = kept
-    used = prod(degrees.values())
-    ranks = wanted.ranks if used == len(wanted.ranks) else tuple(sorted(wanted.ranks))[:used]
-    return Config(**degrees, ranks=ranks)  # type: ignore[arg-type]
+
+def _layers(data: _Size | _PlanFile, where: str) -> dict[str, Config]:
+    """Configs of all layers that a file names."""
+    layers = {}
+    for name, entry in data.layers.items():
+        try:
+            layers[name] = Config(**entry.model_dump())
+        except ValueError as error:
+            raise PlanError(f"{where}: layer {name!r}: {error}") from None
+    return layers
+
+
+def _shapes(lists: list[list[int]]) -> Shapes:
+    return tuple(map(tuple, lists))
+
+
+def _input_shapes(graph: LayerGraph) -> Shapes:
+    return tuple(graph[name].shape for name in graph.inputs)
+
+
+def _image_sizes(inputs: Shapes) -> Shapes:
+    """The shapes of inputs without their samples."""
+    return tuple(shape[1:] for shape in inputs)
+
+
+def _distance(mine: Shapes, given: Shapes) -> float:
+    """How far two sizes of inputs are apart: every dimension by its ratio, samples count least."""
+    ratios = [
+        abs(log(max(a, 1) / max(b, 1))) * (1.0 if dim else 1e-3)
+        for shape, other in zip(mine, given, strict=True)
+        for dim, (a, b) in enumerate(zip(shape, other, strict=False))
+    ]
+    return sum(ratios)
 
 
 def _config(degrees: Mapping[str, int]) -> Config:
@@ -314,27 +363,6 @@ def _config(degrees: Mapping[str, int]) -> Config:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return FLOAT if dtype.is_floating_point else str(dtype).removeprefix("torch.")
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return next(k for k in range(min(number, max(limit, 1)), 0, -1) if number % k == 0)
-
-
-def random_config(layer: Layer, world: int, generator: random.Random) -> Config:
-    """A random legal config: random degrees whose product fits, on random ranks."""
-    strategy = STRATEGIES[layer.op]
-    limits = strategy.axes(layer)
-    degrees, room = {}, generator.randint(1, world)
-    for axis in generator.sample(list(limits), len(limits)):
-        limit = room if axis == "n" else min(room, max(limits[axis], 1))
-        degrees[axis] = generator.randint(1, limit)
-        room //= degrees[axis]
-    if strategy.joint_channels and "f" in limits:
-        size = layer.shape[layer.dims.index("c")] if "c" in layer.dims else 1
-        if degrees["f"] * degrees["c"] > size:
-            degrees["c"] = 1
-    ranks = tuple(generator.sample(range(world), prod(degrees.values())))
-    return Config(**degrees, ranks=ranks)
 
 
 def _nearest(name: str, graph: LayerGraph) -> str:

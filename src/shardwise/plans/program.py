@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import torch
@@ -105,6 +106,16 @@ class Program:
         return frozenset(id(step) for step in self.backward if isinstance(step, Run))
 
     @cached_property
+    def sums_for_others(self) -> dict[str, str]:
+        """Values that this rank has nothing of, and the layers that sum statistics for them."""
+        ops = [op for step in self.backward if isinstance(step, Run) for op in step.ops]
+        return {
+            op.result: op.local.layer.name
+            for op in ops
+            if op.sums is not None and op.local.output.empty
+        }
+
+    @cached_property
     def origins(self) -> dict[str, str]:
         """The layer (or input) that every value is the output of, moved or not."""
         found = {name: name for name in self.inputs}
@@ -123,7 +134,8 @@ class Program:
         transfers += [t.transpose for t in transfers]
         transfers += [op.sums for op in ops if op.sums]
         transfers += [gather for op in ops for gather in op.gathers]
-        transfers += [to_all(self.layouts[name]) for name in self.outputs]
+        outputs = [handed_out(self.layouts[name], "full") for name in self.outputs]
+        transfers += [transfer for transfer in outputs if transfer is not None]
         groups = {group for transfer in transfers for group in transfer.groups}
         groups |= {group for layout in self.params.values() for group in layout.segments}
         return tuple(sorted(groups))
@@ -151,33 +163,49 @@ def differentiable(
     return found
 
 
-def to_all(layout: Layout) -> Transfer:
-    """The transfer that gives every rank the whole tensor."""
-    return Transfer(layout, Layout.replicated(layout.shape, layout.world))
+OUTPUTS = ("full", "local", "one")  # whole on every rank, a part on each, whole on rank 0
+TO_WHOM = {"full": "to all", "one": "to rank 0"}
 
 
-def param_layouts(graph: LayerGraph, plan: Plan) -> dict[str, Layout]:
-    """Where the blocks of every parameter and buffer lie.
+def handed_out(layout: Layout, output: str) -> Transfer | None:
+    """How the user gets an output; None where every rank keeps its part."""
+    if output == "local":
+        return None
+    ranks = range(layout.world) if output == "full" else (0,)
+    return Transfer(layout, Layout.on(layout.shape, layout.world, ranks))
+
+
+def param_layouts(plan: Plan, *graphs: LayerGraph) -> dict[str, Layout]:
+    """Where the blocks of every parameter and buffer lie, for all these graphs of a model.
 
     Blocks are those that the layers need. A tensor that is needed in overlapping parts (shared by
-    layers with different configs, say) is kept whole on all ranks that use any of it. A scalar has
-    no block that could be empty, so every rank keeps it.
+    layers with different configs, or split in another way for larger images), or not all of it, is
+    kept whole on all ranks that use any of it. A scalar has no block that could be empty, so every
+    rank keeps it, as all do with what nobody uses.
     """
     uses: dict[str, list[Layout]] = {}
-    scalars = {o.name for layer in graph.layers for o in layer.operands if o.scalar}
-    for _, name, layout in _stored_needs(graph, plan):
-        uses.setdefault(name, []).append(layout)
+    layers = [layer for graph in graphs for layer in graph.layers]
+    scalars = {o.name for layer in layers for o in layer.operands if o.scalar}
+    for graph in graphs:
+        for _, name, layout in _stored_needs(graph, plan):
+            uses.setdefault(name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
         if name in scalars:
             layouts[name] = Layout.replicated(first.shape, plan.world)
-        elif all(layout == first for layout in needed) and first.is_segmented:
+        elif all(layout == first for layout in needed) and _is_all_there(first):
             layouts[name] = first
         else:
-            users = np.any([layout.numels > 0 for layout in needed], axis=0)
-            layouts[name] = Layout.on(first.shape, plan.world, np.flatnonzero(users).tolist())
+            users = np.flatnonzero(np.any([layout.numels > 0 for layout in needed], axis=0))
+            ranks = users.tolist() or range(plan.world)
+            layouts[name] = Layout.on(first.shape, plan.world, ranks)
     return layouts
+
+
+def _is_all_there(layout: Layout) -> bool:
+    """Whether ranks hold the same block or disjoint ones, and every element is in one of them."""
+    return layout.is_segmented and layout.owners().numels.sum() == prod(layout.shape)
 
 
 def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> None:

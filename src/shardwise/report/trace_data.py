@@ -14,7 +14,7 @@ RANKS = 16  # drawn; more do not fit a screen, and ranks of one step look alike
 TICKS = 1_000_000  # per step: finer than any screen, and whole numbers keep the page small
 
 # What the names of communications add to the name of the layer that they belong to.
-PURPOSE = re.compile(r"(>\d+|~)?( gradient)?( statistics| to all)?( packed| unpacked)?$")
+PURPOSE = re.compile(r"(>\d+|~)?( gradient)?( statistics| to all| to rank 0)?( packed| unpacked)?$")
 PARTS = ("forward", "backward", "copy", "communication")
 WHOLE = ("gradients", "update")  # kinds of activities that serve many layers at once
 OTHERS = {"gradients": "sums of gradients", "copy": "sums of gradients", "update": "optimizer"}

@@ -47,7 +47,7 @@ def run_backward_pass(
     begin = time.perf_counter()
     sums = state.gradients.sums(machine.bound, made.params, entry.all_hold())
     waited = {} if sums.held else _taken_up(made, sums)
-    parts = _own_parts(machine, gradients)
+    parts = {name: machine.zeros(name) for name in reached.empty} | _own_parts(machine, gradients)
     back = machine.turned(sums, keeps=not made.spent)
     inputs = backward(program, back, parts, reached.positions) | back.whole_gradients
     if made.spent:
@@ -137,7 +137,7 @@ def _enter(
     """What all ranks go back with, and the outputs that the loss of any of them depends on."""
     named = zip(program.outputs, gradients, strict=True)
     known = [(name, g) for name, g in named if name in program.differentiable]
-    entry = LossAgreement([g for _, g in known], holds, state.whole_outputs, state.comm)
+    entry = LossAgreement([g for _, g in known], holds, state.output == "full", state.comm)
     flags = zip(known, entry.used(), strict=True)
     return entry, list(dict.fromkeys(name for (name, _), is_used in flags if is_used))
 
@@ -148,7 +148,7 @@ def _own_parts(machine: RankMachine, gradients: Sequence[Any]) -> Tensors:
     program, own = machine.program, machine.bound.own_parts
     for name, gradient in zip(program.outputs, gradients, strict=True):
         if gradient is not None:
-            if machine.whole_outputs:
+            if machine.output == "full":
                 gradient = gradient.reshape(program.layouts[name].shape)[own[name]]
             parts[name] = parts[name] + gradient if name in parts else gradient
     return parts

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
@@ -20,33 +18,11 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_types
 
-from shardwise.comm import About, Communicator
+from shardwise.comm import About
 from shardwise.errors import ShardwiseError
-from shardwise.geometry.layout import Layout
 from shardwise.runtime.agreement import together
 from shardwise.runtime.block_rules import DRAWING, KEEPING, OTHER_TENSORS, is_right
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Of which tensor something is a block, and who has the others."""
-
-    name: str
-    layout: Layout
-    comm: Communicator
-
-    def __deepcopy__(self, memo: Any) -> Place:
-        return self
-
-    @cached_property
-    def counts(self) -> bool:
-        """Whether this rank's block goes into sums: of those that are the same only one does."""
-        rank = self.comm.rank
-        return bool(self.layout.numels[rank]) and self.layout.segment(rank)[0] == rank
-
-    @property
-    def numel(self) -> int:
-        return prod(self.layout.shape)
+from shardwise.runtime.place import Place, by_ranks
 
 
 class Block(torch.Tensor):
@@ -147,7 +123,7 @@ def _kept(name: str, result: Any, args: tuple[Any, ...]) -> Any:
         return result
     first = places[0]
     for place in places[1:]:
-        if place.layout != first.layout:
+        if not place.fits(first):
             raise ShardwiseError(
                 f"{first.name!r} and {place.name!r} are split in other ways, and their blocks on "
                 "one rank do not belong together; use shardwise.of(model).full_tensors()"
@@ -235,7 +211,15 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def norms(blocks: Sequence[Any], p: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The norm of each whole tensor; one message for all of them."""
+    """The norm of each whole tensor; one message for all that lie on the same ranks."""
+    found: dict[int, torch.Tensor] = {}
+    for indices in by_ranks([block._place for block in blocks]):
+        own = _norms([blocks[index] for index in indices], p, dtype)
+        found |= zip(indices, own, strict=True)
+    return [found[index] for index in range(len(blocks))]
+
+
+def _norms(blocks: Sequence[Any], p: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     places = [block._place for block in blocks]
     if p in (inf, -inf):
         found = _extremes([as_block(b.abs(), b._place) for b in blocks], p > 0, "the norms")
@@ -307,7 +291,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether two tensors are the same on all ranks, of which one at least is a block."""
     places = _places(args[:2])
-    fits = places[0].layout == places[-1].layout and args[0].shape == args[1].shape
+    fits = places[0].fits(places[-1]) and args[0].shape == args[1].shape
     own = torch.tensor(float(func(*args, **kwargs)) if fits else -1.0)
     found = int(_extremes([as_block(own, places[0])], False, func.__name__)[0])
     if found < 0:  # on one rank at least: one that has the whole would find that it fits
@@ -363,9 +347,19 @@ def _only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A gradient scaler leaves out the step on all ranks where a gradient of one is not finite."""
     tensors, found, *_ = args
+    place, *others = _places(tensors)
+    with together(place.comm, "a gradient scaler's step"):
+        _check_ranks(place, others)
     func(*args, **kwargs)
-    place = _places(tensors)[0]
     found.copy_(_extremes([as_block(found.detach(), place)], True, "what is not finite")[0])
+
+
+def _check_ranks(place: Place, others: Sequence[Place]) -> None:
+    if any(other.comm.members() != place.comm.members() for other in others):
+        raise ShardwiseError(
+            f"{place.name!r} and others of one optimizer lie on different groups of ranks, some of "
+            "which would leave out a step that others make; use an optimizer for each group"
+        )
 
 
 def _count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.transfer import Slices, Transfer
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.operators import STRATEGIES, Gradients, Local
-from shardwise.plans.program import Cut, Move, Op, Program, Run, Step, to_all
+from shardwise.plans.program import TO_WHOM, Cut, Move, Op, Program, Run, Step, handed_out
 from shardwise.runtime.compiling import CompiledBlock
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
@@ -26,10 +26,11 @@ Blocks = Mapping[int, BlockFunction]  # by the id of their Run
 
 @dataclass(frozen=True)
 class Reached:
-    """What a loss depends on, the same on all ranks."""
+    """What a loss depends on, the same on all ranks but for values that a rank has nothing of."""
 
     positions: frozenset[int]  # steps of the backward pass
     params: frozenset[str]
+    empty: frozenset[str]  # values of layers in whose sums this rank takes part for others
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Bound:
     # Gradients of some parameters that are computed when they are due: names, and how.
     delayed: list[tuple[list[str], Gradients]] = field(default_factory=list)
     _blocks: dict[Any, Any] = field(default_factory=dict)
+    _deliveries_out: dict[str, dict[str, Delivery]] = field(default_factory=dict)
     _reached: dict[frozenset[str], Reached] = field(default_factory=dict)
 
     def blocks(self, types: Types) -> Blocks:
@@ -106,14 +108,16 @@ class Bound:
             for m in moves
         }
 
-    @cached_property
-    def deliveries_to_all(self) -> dict[str, Delivery]:
-        """What gives every rank the whole of every output."""
-        layouts, rank = self.program.layouts, self.comm.rank
-        return {
-            name: Delivery.of(to_all(layouts[name]), rank, About(f"{name} to all"))
-            for name in self.program.outputs
-        }
+    def deliveries_out(self, output: str) -> dict[str, Delivery]:
+        """What gives the user the outputs, where they move at all."""
+        if output not in self._deliveries_out:
+            moves = {n: handed_out(self.program.layouts[n], output) for n in self.program.outputs}
+            self._deliveries_out[output] = {
+                name: Delivery.of(transfer, self.comm.rank, About(f"{name} {TO_WHOM[output]}"))
+                for name, transfer in moves.items()
+                if transfer is not None
+            }
+        return self._deliveries_out[output]
 
     @cached_property
     def own_parts(self) -> dict[str, Slices]:
@@ -154,7 +158,8 @@ class Bound:
                 for position, step in enumerate(self.program.backward)
                 if not layers.isdisjoint(_layers_of(step, origins))
             )
-            self._reached[key] = Reached(positions, frozenset(params))
+            joined = (n for n, layer in self.program.sums_for_others.items() if layer in layers)
+            self._reached[key] = Reached(positions, frozenset(params), frozenset(joined))
         return self._reached[key]
 
 

@@ -17,6 +17,8 @@ from torch.optim.optimizer import (
 from shardwise.comm import Communicator
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
+from shardwise.graph.layer_graph import LayerGraph
+from shardwise.model.torch_export import as_sizes, shapes_of
 from shardwise.modules import named_tensors
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
@@ -27,6 +29,8 @@ from shardwise.runtime.block import BlockParameter, as_block, exact, plain
 from shardwise.runtime.rank_machine import Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.weights import gather_whole
+
+Batch = int | Sequence[Any]  # samples, or the shape of the whole input, or of all of them
 
 
 class Handle:
@@ -50,24 +54,31 @@ class Handle:
 
     # -- passes --------------------------------------------------------------------------------
 
-    def forward(self, *inputs: torch.Tensor, batch: int | None = None) -> Any:
+    def forward(self, *inputs: torch.Tensor, batch: Batch | None = None) -> Any:
         """The output for the global batch, which every rank is given whole.
 
         Or, with `batch=` so many samples, for parts of it: each rank gives its own (`input_box`).
+        Where images are of another size than the plan's, `batch` is the shape of the whole input.
         """
         return self._model(*inputs, _shardwise_batch=batch)
 
-    def input_box(self, batch: int, index: int = 0) -> Box:
-        """The part of a global batch that this rank reads when it is given parts."""
-        graph = self._state.programs.graph(True, batch)  # inputs are the same in both modes
+    def input_box(self, batch: Batch, index: int = 0) -> Box:
+        """The part of a global batch that this rank reads when it is given parts.
+
+        `batch` is a number of samples, or the shape of the whole input, or of all of them.
+        """
+        graph = self._graph(True, batch)  # inputs are the same in both modes
         return layer_layout(graph, self.plan, graph.inputs[index])[self.comm.rank]
 
-    def output_box(self, batch: int, index: int = 0) -> Box:
+    def output_box(self, batch: Batch, index: int = 0) -> Box:
         """The part of an output that this rank returns with output="local"."""
-        graph = self._state.programs.graph(self._model.training, batch)
+        graph = self._graph(self._model.training, batch)
         return layer_layout(graph, self.plan, graph.outputs[index])[self.comm.rank]
 
-    def first_not_finite(self, *inputs: torch.Tensor, batch: int | None = None) -> str | None:
+    def _graph(self, training: bool, batch: Batch) -> LayerGraph:
+        return self._state.programs.graph(training, as_sizes(batch, len(self.plan.inputs)))
+
+    def first_not_finite(self, *inputs: torch.Tensor, batch: Batch | None = None) -> str | None:
         """The first layer whose output is not finite for this batch; all ranks must call it."""
         state, found = self._state, set()
 
@@ -82,7 +93,7 @@ class Handle:
         finally:
             state.watch = None
         anywhere = set().union(*state.comm.gather_objects(found))
-        graph = state.programs.graph(state.training, inputs[0].shape[0] if batch is None else batch)
+        graph = self._graph(state.training, shapes_of(inputs) if batch is None else batch)
         return next((layer.name for layer in graph.layers if layer.name in anywhere), None)
 
     @contextmanager
@@ -212,7 +223,7 @@ class Handle:
         params = list(self._model.parameters())
         with together(self.comm, "norms"):
             number = sum(param.grad is not None for param in params)
-            agree_on(number, "has gradients of other parameters than rank 0", self.comm)
+            agree_on(number, "has gradients of other parameters", self.comm)
         return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ class LossAgreement:
         self, gradients: Sequence[Any], holds: bool, same_loss: bool, comm: Communicator
     ) -> None:
         """`holds` says that this rank would leave the sums of gradients for later."""
-        self.holds, self.same_loss = holds, same_loss
+        self.holds, self.same_loss, self.comm = holds, same_loss, comm
         self._gradients, self._rows = gradients, None
         self._arrive: Callable[[], list[list[float]]] | None = None
         if comm.size > 1:
@@ -57,17 +57,19 @@ class LossAgreement:
     def check(self) -> None:
         """Raises on all ranks where the losses of two are not the same."""
         first, *others = self.rows() or [[]]
+        whose = f"rank {self.comm.global_rank(0)}"
         for rank, row in enumerate(others if self.same_loss else (), start=1):
+            own = f"rank {self.comm.global_rank(rank)}"
             if row[1::FIELDS] != first[1::FIELDS]:
                 raise Disagreement(
-                    f"the loss of rank {rank} depends on other outputs than that of rank 0; every "
-                    "rank must compute the same loss"
+                    f"the loss of {own} depends on other outputs than that of {whose}; every rank "
+                    "must compute the same loss"
                 )
             for index, gradient in enumerate(self._gradients):
                 place = slice(2 + FIELDS * index, 1 + FIELDS * (index + 1))
                 if gradient is not None and not _alike(row[place], first[place], gradient.dtype):
                     raise Disagreement(
-                        f"the loss of rank {rank} is another than that of rank 0, though the "
+                        f"the loss of {own} is another than that of {whose}, though the "
                         "output is the same; give every rank the labels of the whole batch, and "
                         "compute the same loss of them"
                     )

@@ -26,8 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.runtime.agreement import together
-from shardwise.runtime.block import BlockParameter, Place
+from shardwise.runtime.block import BlockParameter
 from shardwise.runtime.elementwise import is_elementwise, kind_of
+from shardwise.runtime.place import Place
 from shardwise.runtime.weights import gather_whole
 
 NOTE = "shardwise_blocks"  # of a group of parameters: the boxes of those that are blocks, by name

@@ -7,13 +7,14 @@ import types
 from contextlib import nullcontext
 from functools import cache
 from inspect import Parameter, Signature, signature
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
+from shardwise.comm.given import communicator_of
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.model.capture import Graphs, ModelGraphs
 from shardwise.model.hooks import check_hooks, drop_captured
@@ -31,12 +32,19 @@ from shardwise.runtime.state import State
 from shardwise.runtime.uninitialized import check_attributes, valued_names
 from shardwise.runtime.weights import close_tables, guard_blocks, whole_tensors
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
+
+@torch.inference_mode(False)  # what is made here may be trained later
 def parallelize(
     model: nn.Module,
     plan: Plan,
     *,
-    output: Literal["full", "local"] = "full",
+    output: Literal["full", "local", "one"] = "full",
+    group: ProcessGroup | Literal["world"] | None = "world",
+    mesh: DeviceMesh | None = None,
     comm: Communicator | None = None,
     graphs: Graphs | None = None,
     gradients: Engine | str | None = None,
@@ -46,18 +54,18 @@ def parallelize(
 ) -> ParallelModel:
     """Wraps a model so that it runs as the plan says; the model itself is left as it was.
 
-    All ranks start from rank 0's parameters and buffers; those that it has on the meta device must
-    be loaded before they are used, see `load_weights`. With output="full" every rank returns the
-    whole output and computes the same loss; with "local" each returns its own part. `graphs` saves
-    capturing the model again where that was done before; `gradients` says when they are summed
-    ("chunks:9", or an Engine), and the measurements of a `cluster` by which algorithms (see
-    `shardwise probe --sums`). With precision="bf16" or "fp16" layers compute as under
-    torch.autocast; parameters, their gradients and the output stay float32. With compile=True, or
-    a mode of torch.compile, the layers between two messages become one compiled function.
+    It runs on all ranks, or on those of a process `group` or a 1-D `mesh`, which alone call it, and
+    starts from the first one's parameters and buffers; those on the meta device must be loaded
+    first (`load_weights`). With output="full" every rank returns the whole output and computes the
+    same loss; with "local" each its own part; with "one", for inference, the first all and the
+    others None. `graphs` saves capturing the model again; `gradients` says when they are summed
+    ("chunks:9", or an Engine), a `cluster` by which algorithms (`shardwise probe --sums`). With
+    precision="bf16" or "fp16" layers compute as under torch.autocast; parameters, gradients and
+    outputs stay float32. compile=True, or a mode of torch.compile, joins layers between messages.
 
     >>> model = parallelize(nn.Sequential(nn.Linear(4, 2)), plan)
     """
-    comm = (comm or Communicator()).summing_as(cluster)
+    comm = communicator_of(comm, group, mesh, plan.world).summing_as(cluster)
     state, refusal = None, None
     try:
         _check(model, plan, comm)
@@ -69,7 +77,6 @@ def parallelize(
     assert state is not None
     valued = valued_names(model, comm)
     with together(comm, "parallelize"):
-        comm.prepare(())
         return _wrap(model, state, valued)
 
 
@@ -77,7 +84,8 @@ def _captured(model: nn.Module, plan: Plan) -> ModelGraphs:
     """The captures that a plan was made with, if they are of this model as it is, or new ones."""
     origin = plan.findings.costs.graph.origin if plan.findings is not None else None
     known = origin.take(model, plan.inputs, plan.input_dtypes) if origin is not None else None
-    return known or ModelGraphs(model, plan.inputs, plan.input_dtypes)
+    sizes_vary = bool(plan.others) or not plan.training
+    return known or ModelGraphs(model, plan.inputs, plan.input_dtypes, sizes_vary)
 
 
 def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
@@ -85,9 +93,10 @@ def _check(model: nn.Module, plan: Plan, comm: Communicator) -> None:
     check_attributes(model)
     check_not_parallel(model)
     if plan.world != comm.size:
+        here = "are running; start" if comm.whole else "are in the group; give it one of"
         raise PlanError(
-            f"the plan is for {plan.world} workers, but {comm.size} are running; start "
-            f"{plan.world}, or make a plan for {comm.size}"
+            f"the plan is for {plan.world} workers, but {comm.size} {here} {plan.world}, or make a "
+            f"plan for {comm.size}"
         )
 
 
@@ -122,7 +131,8 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the global batch, given whole on every rank.
 
-        Or, with `batch=` so many samples, for parts: each rank gives its own, see `input_box`.
+        Or, with `batch=` so many samples, for parts: each rank gives its own, see `input_box`. Of
+        images of another size than the plan's, `batch` is the shape of the whole input.
         """
         if "_shardwise" not in self.__dict__:  # a slice of a sequence, say, which is a new module
             return super().forward(*args, **kwargs)
@@ -162,7 +172,7 @@ class ParallelModel(nn.Module):
                 state.gradients.flush()
                 own = {name: x for name, x in state_dict.items() if name.startswith(prefix)}
                 content = checksum([[*own], [*map(checksum, own.values())]])
-                agree_on(content, "loads another state than rank 0", state.comm)
+                agree_on(content, "loads another state", state.comm)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -229,6 +239,7 @@ def _parallel(kind: type[nn.Module]) -> type[ParallelModel]:
 
 def _wrap(model: nn.Module, state: State, valued: list[str]) -> ParallelModel:
     """A copy of the model whose tensors are this rank's blocks of rank 0's."""
+    state.comm.prepare(())
     root: Any = copy_structure(model)
     root.__dict__.pop("forward", None)  # the model's own, which was captured
     drop_captured(root)

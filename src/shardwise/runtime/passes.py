@@ -19,6 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attribute_writes import leave
 from shardwise.model.capture import Kinds
+from shardwise.model.torch_export import Sizes, as_sizes, shapes_of
 from shardwise.plans.interpreter import forward
 from shardwise.plans.program import Program, layer_layout
 from shardwise.runtime.agreement import Intent, agree, together
@@ -38,9 +39,9 @@ _keep_graph: Any = getattr(torch._C, "_autograd")._get_current_graph_task_keep_g
 
 
 def run(
-    state: State, inputs: Inputs, batch: int | None = None, refusal: Exception | None = None
+    state: State, inputs: Inputs, batch: Sizes | None = None, refusal: Exception | None = None
 ) -> Any:
-    """The model's output for inputs that are whole, or this rank's part of so many samples.
+    """The model's output for inputs that are whole, or this rank's parts of such a batch.
 
     Where they cannot be used on one rank (`refusal`), all ranks are told before any waits for it.
     """
@@ -51,7 +52,7 @@ def run(
         if refusal is None:
             try:
                 bound = _bound(state, inputs, batch, stored, autocast)
-                call = _call(state, inputs, batch, params, autocast)
+                call = _call(state, inputs, bound, params, autocast)
             except Exception as error:
                 refusal = error
         with state.comm.doing(FORWARD):
@@ -79,7 +80,7 @@ def without_autocast(tensors: Sequence[Any]) -> Iterator[torch.dtype | None]:
             yield lower
 
 
-def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor]) -> Any:
+def _arranged(graph: LayerGraph, outputs: Sequence[torch.Tensor | None]) -> Any:
     """Outputs in the structure in which the model's forward returns them."""
     leaves: list[Any] = list(outputs)
     for place, value in graph.numbers.items():
@@ -100,24 +101,22 @@ def _unflattened(leaves: Iterator[Any], spec: Any) -> Any:
 def _bound(
     state: State,
     inputs: Inputs,
-    batch: int | None,
+    batch: Sizes | None,
     stored: Mapping[str, torch.Tensor],
     autocast: torch.dtype | None,
 ) -> Bound:
     """The program for these inputs, which are looked at first."""
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 0):
-        raise ShardwiseError(f"batch={batch!r} must be the number of samples of all parts")
     if len(inputs) != len(state.plan.inputs):
         raise ShardwiseError(
             f"the model takes {len(state.plan.inputs)} input tensors, and got {len(inputs)}"
         )
     state.blocks.check_shapes(stored)
-    samples = _num_samples(inputs, batch)
-    graph = state.programs.graph_for(Kinds.of(inputs, stored, autocast), samples)
+    sizes = shapes_of(inputs) if batch is None else as_sizes(batch, len(inputs))
+    graph = state.programs.graph_for(Kinds.of(inputs, stored, autocast), sizes)
     _check_inputs(state, graph, inputs, whole=batch is None)
     _check_devices(graph.inputs, inputs, stored)
     for name in graph.outputs:
-        if samples == 0 and prod(graph[name].shape):
+        if graph.batch == 0 and prod(graph[name].shape):
             raise ShardwiseError(
                 f"output {name!r} does not consist of samples, and a batch of none was given; "
                 "leave such batches out"
@@ -125,10 +124,6 @@ def _bound(
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     trainable = frozenset(name for name, param in stored.items() if param.requires_grad)
     return state.programs.bound(graph, trainable, batch is None, needs_gradient)
-
-
-def _num_samples(inputs: Inputs, batch: int | None) -> int:
-    return batch if batch is not None else next((x.shape[0] for x in inputs if x.ndim), 0)
 
 
 def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) -> None:
@@ -142,7 +137,7 @@ def _check_inputs(state: State, graph: LayerGraph, inputs: Inputs, whole: bool) 
             part = "" if whole else " as this rank's part"
             raise ShardwiseError(
                 f"input {name!r} must be {'x'.join(map(str, wanted))}{part}, and is "
-                f"{'x'.join(map(str, x.shape))}; a plan is for one image size"
+                f"{'x'.join(map(str, x.shape))}"
             )
 
 
@@ -158,15 +153,15 @@ def _check_devices(names: Sequence[str], inputs: Inputs, stored: Mapping[str, An
 
 
 def _call(
-    state: State, inputs: Inputs, batch: int | None, params: Tensors, autocast: torch.dtype | None
+    state: State, inputs: Inputs, bound: Bound, params: Tensors, autocast: torch.dtype | None
 ) -> Intent:
     """What this rank is about to do; nobody needs to know it where there is one rank."""
     if state.comm.size == 1:
         return Intent()
     return Intent.of(
         inputs,
-        _num_samples(inputs, batch),
-        whole=batch is None,
+        [bound.graph[name].shape for name in bound.graph.inputs],
+        whole=bound.program.whole_inputs,
         modes=[module.training for module in state.modules.values()],
         looks=state.programs.looks().tokens,
         trained=list(params),
@@ -187,22 +182,27 @@ def _count_batches(modules: Sequence[Any]) -> None:
 
 def _outputs(
     state: State, bound: Bound, inputs: Inputs, params: Tensors, autocast: torch.dtype | None
-) -> Sequence[torch.Tensor]:
+) -> Sequence[torch.Tensor | None]:
     if bound.graph.batch == 0:
         return _of_nothing(bound.graph, inputs, params)
     state.prepare(bound.program)
     leaves = {name: _leaf(param) for name, param in params.items()}
     types = Types(bound.program.dtypes, autocast, inputs[0].device)
     records = torch.is_grad_enabled() and bool(params or any(x.requires_grad for x in inputs))
-    machine = RankMachine(
-        bound, types, leaves, _wraps(state), state.mode, state.whole_outputs, records
-    )
+    machine = RankMachine(bound, types, leaves, _wraps(state), state.mode, state.output, records)
+    if records and state.output == "one":
+        raise ShardwiseError(
+            "output='one' is for inference: a loss that only rank 0 has gives others no gradients; "
+            "call the model under torch.no_grad() or torch.inference_mode(), or use output='full'"
+        )
     if records:
         made = Pass(state, machine, params, state.gradients.holds)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         outputs = _Node.apply(made, anchor, *inputs, *params.values())
     else:
         outputs = _forward(machine, inputs)
+    if state.output == "one" and state.comm.rank:
+        return [None] * len(outputs)
     return [y.float() if y.dtype is state.precision else y for y in outputs]
 
 
@@ -241,9 +241,10 @@ def _forward(machine: RankMachine, inputs: Inputs) -> Inputs:
     program, given = machine.program, dict(zip(machine.program.inputs, inputs, strict=True))
     with autocast_to(inputs[0].device.type, machine.types.autocast):
         values = forward(program, machine, given)
-    if machine.whole_outputs:
+    is_whole = machine.output == "full" or (machine.output == "one" and machine.comm.rank == 0)
+    if is_whole:
         values = {name: _shaped(program, name, y) for name, y in values.items()}
-    if machine.whole_outputs and machine.comm.size > 1:
+    if is_whole and machine.comm.size > 1:
         # One memory format on all ranks, so that their losses agree to the bit.
         values = {name: _formatted_like(inputs[0], y) for name, y in values.items()}
     outputs = [values[name] for name in program.outputs]

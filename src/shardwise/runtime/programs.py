@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise.comm import Communicator
@@ -11,16 +12,32 @@ from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.attributes import Attributes, Looks
 from shardwise.model.capture import Graphs, Kinds, ModelGraphs
+from shardwise.model.torch_export import Sizes
 from shardwise.plans.compile import compile_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import check_held
 from shardwise.runtime.bound import Bound
 
-MOST_PROGRAMS = 8  # that are kept: a model may be given any number of batch sizes
+MOST_PROGRAMS = 8  # that are kept: a model may be given inputs of any number of sizes
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, Python does not look for garbage: of torch's millions of objects it takes 0.2 s.
+
+    A new size of inputs would meet that every few times; all that is made here is kept anyway.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class Programs:
-    """What a model runs for a batch size, a mode and types: its graph, and this rank's program."""
+    """What a model runs for inputs of one size, a mode and types: graphs, and a rank's programs."""
 
     def __init__(
         self, plan: Plan, graphs: Graphs, layouts: Mapping[str, Layout], comm: Communicator
@@ -44,19 +61,23 @@ class Programs:
         """How modules differ, in what forward reads, from those that were made parallel."""
         return self._attributes.looks()
 
-    def graph_for(self, kinds: Kinds, samples: int) -> LayerGraph:
+    def graph_for(self, kinds: Kinds, sizes: Sizes) -> LayerGraph:
         """The graph of the next pass: its layers' types depend on what the model is given."""
         training = self._modules[""].training
         if not isinstance(self.graph, ModelGraphs):
-            return self.graph(training, samples)
-        return self.graph.typed(training, samples, kinds, self.looks())
+            return self.graph(training, sizes)
+        with uncollected():
+            return self.graph.typed(training, sizes, kinds, self.looks())
 
     def bound(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
     ) -> Bound:
         """The program for this graph; those that were used last are kept."""
         key = (graph, trainable, whole, gradient)
-        bound = self._bound.pop(key, None) or self._bind(graph, trainable, whole, gradient)
+        bound = self._bound.pop(key, None)
+        if bound is None:
+            with uncollected():
+                bound = self._bind(*key)
         self._bound[key] = bound
         while len(self._bound) > MOST_PROGRAMS:
             del self._bound[next(iter(self._bound))]
@@ -66,12 +87,13 @@ class Programs:
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
     ) -> Bound:
         check_held(graph, self.plan, self.layouts)
-        program = compile_program(graph, self.plan, self.comm.rank, trainable, whole, gradient)
-        # Blocks stay where the training graph put them; what it does not know, every rank has.
+        # Blocks stay where the plan's graph put them; what it does not know, every rank has.
+        stored = (o for layer in graph.layers for o in layer.operands)
         others = {
-            name: Layout.replicated(layout.shape, layout.world)
-            for name, layout in program.params.items()
-            if name not in self.layouts
+            o.name: Layout.replicated(o.shape, self.comm.size)
+            for o in stored
+            if o.kind in ("param", "buffer") and o.name not in self.layouts
         }
-        program = replace(program, params={**others, **self.layouts})
+        how = (trainable, whole, gradient, {**others, **self.layouts})
+        program = compile_program(graph, self.plan, self.comm.rank, *how)
         return Bound(program, graph, self.comm, self._modules)

@@ -39,7 +39,7 @@ class RankMachine:
     leaves: Tensors  # the parameters that are trained, as layers see them
     wraps: Sequence[Wrap] = ()  # what is done around every layer
     mode: str | None = None  # of torch.compile, where blocks are compiled
-    whole_outputs: bool = True  # every rank gets the whole outputs, or each its part
+    output: str = "full"  # how the user gets outputs, see `handed_out`
     records: bool = False  # there will be a backward pass
     tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of the block's Run
 
@@ -89,9 +89,8 @@ class RankMachine:
         return self.bound.cutters[cut.target].cut(value)
 
     def hand_out(self, output: str, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if not self.whole_outputs:
-            return lambda: value
-        return self.bound.deliveries_to_all[output].begin(value, self.comm)
+        delivery = self.bound.deliveries_out(self.output).get(output)
+        return (lambda: value) if delivery is None else delivery.begin(value, self.comm)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -134,11 +133,11 @@ class RankMachine:
         return [(name, gradient) for name, gradient in named if gradient is not None]
 
     def start_back(self, move: Move, gradient: torch.Tensor | None) -> Callable[[], torch.Tensor]:
-        gradient = self._zeros(move.target) if gradient is None else gradient
+        gradient = self.zeros(move.target) if gradient is None else gradient
         return self.bound.deliveries_back[move.target].begin(gradient, self.comm)
 
     def cut_back(self, cut: Cut, gradient: torch.Tensor | None) -> None:
-        gradient = self._zeros(cut.target) if gradient is None else gradient
+        gradient = self.zeros(cut.target) if gradient is None else gradient
         cutter = self.bound.cutters[cut.target]
         if cut.source not in self.whole_gradients:
             self.whole_gradients[cut.source] = gradient.new_zeros(cutter.whole)
@@ -150,7 +149,7 @@ class RankMachine:
     def start_sums(self, position: int) -> None:
         self.sums.start(position)
 
-    def _zeros(self, name: str) -> torch.Tensor:
+    def zeros(self, name: str) -> torch.Tensor:
         shape, dtype = self.program.boxes[name].shape, self.types.dtypes[name]
         return torch.zeros(shape, dtype=dtype, device=self.types.device)
 

@@ -12,7 +12,8 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.model.weightless import device_of
 from shardwise.modules import assign, named_tensors
-from shardwise.runtime.block import BlockParameter, Place
+from shardwise.runtime.block import BlockParameter
+from shardwise.runtime.place import Place
 from shardwise.runtime.uninitialized import blank_like, home_of
 from shardwise.runtime.weights import Tensors, is_split
 

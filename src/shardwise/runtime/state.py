@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.model.capture import Graphs
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import Program, param_layouts
+from shardwise.plans.program import OUTPUTS, Program, param_layouts
 from shardwise.runtime.compiling import GRAPHS
 from shardwise.runtime.model_gradients import ModelGradients
 from shardwise.runtime.programs import Programs
@@ -39,24 +39,27 @@ class State:
         precision: str | None,
         compile: bool | str,
     ) -> None:
-        if output not in ("full", "local"):
-            raise ShardwiseError(f"output={output!r} must be 'full' or 'local'")
+        if output not in OUTPUTS:
+            raise ShardwiseError(f"output={output!r} must be 'full', 'local' or 'one'")
         if precision not in PRECISIONS:
             raise ShardwiseError(f"precision={precision!r} must be 'bf16', 'fp16' or None")
         if compile not in (True, False, *MODES):
             modes = ", ".join(map(repr, MODES))
             raise ShardwiseError(f"compile={compile!r} must be True, False, or one of {modes}")
         self.plan, self.comm, self.precision = plan, comm, PRECISIONS[precision]
-        self.whole_outputs = output == "full"
+        self.output = output
         self.mode = "default" if compile is True else compile or None
         self.arguments = Signature()  # of the model's forward
         self.name = "model"  # of the original's class
         self.modules: dict[str, Any] = {}
         self.watch: Watch | None = None
-        graph = graphs(True, plan.inputs[0][0])
-        plan.check(graph)
+        graph, *others = known = [
+            graphs(plan.training, each.inputs) for each in (plan, *plan.others)
+        ]
+        for each, of_size in zip((plan, *plan.others), known, strict=True):
+            each.check(of_size)
         self.facts = {"plan": plan.to_json(), "model": graph.signature}  # the same on all ranks
-        self.blocks = StoredBlocks(param_layouts(graph, plan), comm)
+        self.blocks = StoredBlocks(param_layouts(plan, graph, *others), comm)
         self.programs = Programs(plan, graphs, self.blocks.layouts, comm)
         self.lane = comm.in_lane("gradients")
         engines = engine.choices(sum(1 for layer in graph.layers if layer.params))

@@ -58,12 +58,15 @@ class ModelSpec:
             )
         return self.shapes
 
-    def graph(self, default_batch: int) -> LayerGraph:
+    def graph(
+        self, default_batch: int, training: bool = True, sizes_vary: bool = False
+    ) -> LayerGraph:
         """The model's layers; its weights are never made."""
         shapes = self.input_shapes(default_batch)
         with torch.device("meta"):
             model = self.build()
-        return capture(model, *(torch.empty(shape, device="meta") for shape in shapes))
+        inputs = [torch.empty(shape, device="meta") for shape in shapes]
+        return capture(model, *inputs, training=training, sizes_vary=sizes_vary)
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -162,6 +165,15 @@ def parse_shape(text: str) -> tuple[int, ...]:
                 f"of at least 1, as in 2x3x224x224"
             )
     return tuple(map(int, sizes))
+
+
+def parse_size(text: str) -> Shapes:
+    """The shapes of all inputs, where a model has several with commas between them.
+
+    >>> parse_size("1x4x64x64"), parse_size("1x4x96x96,1x77")
+    (((1, 4, 64, 64),), ((1, 4, 96, 96), (1, 77)))
+    """
+    return tuple(map(parse_shape, text.split(",")))
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, Any]:

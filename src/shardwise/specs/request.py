@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,16 @@ from shardwise.planner.best_plan import Planner
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
-from shardwise.planner.planned import examine
+from shardwise.planner.planned import best_plan, examine, of_sizes
 from shardwise.planner.simulate import simulate
 from shardwise.plans.plan import Plan
+from shardwise.plans.program import OUTPUTS
 from shardwise.plans.trace import Trace
-from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.model_spec import ModelSpec, Shapes
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.units import parse_size
 
 PER_WORKER = 32  # samples, where no batch is given
-OUTPUTS = ("full", "local")
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,35 @@ class PlanRequest:
     gradients: str = "buckets:8MiB"
     output: str = "full"
     plan: PlanSpec = field(default_factory=PlanSpec)
+    inference: bool = False
+    sizes: tuple[Shapes, ...] = ()  # of other inputs to plan for
 
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
-            raise ShardwiseError(f"output {self.output!r} must be {' or '.join(OUTPUTS)}")
+            raise ShardwiseError(f"output {self.output!r} must be one of {', '.join(OUTPUTS)}")
 
     def costs(self) -> Costs:
+        """What is asked for, for inputs of the first size."""
+        return self.all_costs()[0]
+
+    def all_costs(self) -> list[Costs]:
+        """The same for inputs of every size."""
         machines = Cluster.load(self.cluster)
         if self.workers is not None or machines.world == 1:
             machines = machines.with_workers(2 if self.workers is None else self.workers)
-        graph = self.spec.graph(PER_WORKER * machines.world)
-        return Costs(graph, machines, timer_for(machines, graph), Training(output=self.output))
+        samples = 1 if self.inference else PER_WORKER * machines.world
+        graph = self.spec.graph(samples, not self.inference, self.inference or bool(self.sizes))
+        training = Training.none(self.output) if self.inference else Training(output=self.output)
+        return [
+            Costs(each, machines, timer_for(machines, each), training)
+            for each in of_sizes(graph, self.sizes)
+        ]
 
 
-def best_plan(costs: Costs, gradients: str, memory: str | None) -> Plan:
+def planned(each: Sequence[Costs], gradients: str, memory: str | None) -> Plan:
     """The best plan within the memory of a worker, with all that is known about it."""
-    cap = costs.cluster.device.memory if memory is None else parse_size(memory)
-    return examine(costs, gradients, cap=cap)
+    cap = each[0].cluster.device.memory if memory is None else parse_size(memory)
+    return best_plan(each, gradients, cap)
 
 
 def simulated(request: PlanRequest) -> Trace:

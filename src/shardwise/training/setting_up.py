@@ -22,7 +22,7 @@ from shardwise.plans.plan import Plan
 from shardwise.report.run_report import PLAN
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
-from shardwise.specs.request import best_plan
+from shardwise.specs.request import planned
 
 from .settings import Settings
 
@@ -85,7 +85,7 @@ def _found(settings: Settings, graph: LayerGraph, world: int, resumed: Path | No
             if before.world == world and before.inputs[0][0] == graph.batch:
                 before.check(graph)
                 return before
-        return best_plan(make_costs(settings, graph, world), settings.gradients, settings.memory)
+        return planned([make_costs(settings, graph, world)], settings.gradients, settings.memory)
 
     return PlanSpec.parse(settings.plan, settings.split).find(graph, world, best)
 

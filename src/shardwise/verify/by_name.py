@@ -13,7 +13,7 @@ from shardwise.comm import Communicator
 from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerError, one_line
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, run_on_workers
-from shardwise.model.torch_export import Captured
+from shardwise.model.torch_export import Captured, shapes_of
 from shardwise.plans.plan import FLOAT, Plan
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
@@ -85,6 +85,7 @@ class VerifyRequest:
     seed: int = 0
     num_steps: int = 3
     training: bool = True
+    inference: bool = False
     dtype: str = "float64"
     device: str = "cpu"
     kinds: tuple[str, ...] = ()
@@ -120,7 +121,7 @@ def verify_model(request: VerifyRequest) -> list[PlanResult]:
     request = _with_inputs(request, world)
     graphs = _graphs(request, model)
     del model  # every worker builds its own: memory for one less
-    plans = _plans(request, graphs[True], world)
+    plans = _plans(request, graphs, world)
     cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
     backend = "gloo" if cpu else None
     with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
@@ -138,9 +139,16 @@ Graphs = dict[bool, LayerGraph]  # by whether the model trains
 def _graphs(request: VerifyRequest, model: nn.Module) -> Graphs:
     """The layer graphs that workers need."""
     inputs = _inputs(request)
-    modes = (True,) if request.training else (True, False)
+    saved = [meant.saved for meant in request.plans if meant.saved]
+    modes = {request.training, not request.inference, *(plan.training for plan in saved)}
+    vary = any(plan.others for plan in saved)
     with _one_sentence(f"{request.spec.model!r} cannot be captured", CaptureError):
-        return {mode: Captured(model, inputs, mode).graph(inputs[0].shape[0]) for mode in modes}
+        return {
+            mode: Captured(model, inputs, mode, sizes_vary=vary or not mode).graph(
+                shapes_of(inputs)
+            )
+            for mode in modes
+        }
 
 
 @contextmanager
@@ -157,7 +165,8 @@ def _one_sentence(what: str, kind: type[ShardwiseError] = ShardwiseError) -> Ite
 def _with_inputs(request: VerifyRequest, world: int) -> VerifyRequest:
     """The request with its input shapes: as asked for, of the plan file, or of the zoo.
 
-    A sample per worker, but two at least: batch norm has no statistics of a single value.
+    A sample per worker, but two at least: batch norm has no statistics of a single value. Inference
+    takes one sample.
     """
     spec, kinds = request.spec, request.kinds
     saved = next((meant.saved for meant in request.plans if meant.saved), None)
@@ -165,17 +174,19 @@ def _with_inputs(request: VerifyRequest, world: int) -> VerifyRequest:
         spec, kinds = replace(spec, shapes=saved.inputs), kinds or saved.dtypes
     if spec.shapes and spec.batch is not None:
         spec = replace(spec, shapes=tuple((spec.batch, *shape[1:]) for shape in spec.shapes))
-    shapes = spec.input_shapes(max(2, world))
+    shapes = spec.input_shapes(1 if request.inference else max(2, world))
     kinds = kinds or (FLOAT,) * len(shapes)
     return replace(request, spec=replace(spec, shapes=shapes), kinds=kinds)
 
 
-def _plans(request: VerifyRequest, graph: LayerGraph, world: int) -> dict[str, Plan]:
+def _plans(request: VerifyRequest, graphs: Graphs, world: int) -> dict[str, Plan]:
     """All plans that are asked for, by a label."""
-    named = request.plans
+    named, plans, graph = request.plans, {}, graphs[not request.inference]
     if not (named or request.num_random):
         named = (PlanSpec(split={"n": world}),)
-    plans = {str(meant): meant.find(graph, world, _search) for meant in named}
+    for meant in named:
+        own = graph if meant.saved is None else graphs[meant.saved.training]
+        plans[str(meant)] = meant.find(own, world, _search)
     for seed in range(request.seed, request.seed + request.num_random):
         plans[f"random plan, seed {seed}"] = Plan.random(graph, world, seed)
     return plans
@@ -201,9 +212,8 @@ def _compare_plans(
     found = []
     for label, plan in plans.items():
         with _one_sentence(f"{request.spec.model!r} runs on one device, but not under {label}"):
-            found.append(
-                compare(model, plan, inputs, comm, request.num_steps, known, request.training)
-            )
+            how = (request.num_steps, known, request.training, request.inference)
+            found.append(compare(model, plan, inputs, comm, *how))
     return found
 
 

@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError, one_line
 from shardwise.geometry.box import Box
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import Graphs, ModelGraphs
+from shardwise.model.torch_export import shapes_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import layer_layout
 from shardwise.runtime.parallel import ParallelModel, of, parallelize
@@ -24,6 +25,7 @@ from shardwise.verify.comparison import TOLERANCES, Comparison, differences, dis
 from shardwise.verify.noise import judge
 from shardwise.verify.trial import Found, Trial
 
+COARSE = (torch.bfloat16, torch.float16)
 ENOUGH = 1e3  # so many times the usual rounding is a difference, not noise
 Pieces = dict[str, tuple[Box, torch.Tensor]]  # of layers' outputs, in the order in which they ran
 
@@ -36,22 +38,25 @@ def compare(
     num_steps: int = 3,
     graphs: Graphs | None = None,
     training: bool = True,
+    inference: bool = False,
 ) -> list[Comparison]:
     """Trains the model with and without the plan and compares everything; rank 0 has the result.
 
     All ranks call it with the same model and inputs. Where a tensor differs by more than its dtype
     usually rounds, one device is asked what it makes of a change in the last bit, and the tensor is
-    judged by that. With training=False only the outputs of evaluation are compared.
+    judged by that. With training=False only the outputs of evaluation are compared; with
+    inference=True under torch.inference_mode, and in 16 bits always with the noise of one device.
     """
     comm = comm or Communicator()
-    trial = Trial(inputs, num_steps, training)
+    trial = Trial(inputs, num_steps, training and not inference, inference)
     expected = _reference(model, trial, comm)
     parallel = parallelize(model, plan, comm=comm, graphs=graphs)
     found = trial.run(parallel)
     disagreements = _disagreements(found, parallel, comm)
     results = [] if expected is None else differences(found, expected)
     del parallel, found  # memory for the runs that measure noise
-    if expected is not None and not all(c.passed or c.fault for c in results):
+    coarse = inference and any(x.dtype in COARSE for x in inputs)
+    if expected is not None and (coarse or not all(c.passed or c.fault for c in results)):
         results = _judged(model, trial, expected, results)
     results += disagreements
     if not any(comm.gather_objects(not all(c.passed for c in results))):
@@ -136,11 +141,11 @@ def likely_cause(
             "torch's, or values outside of the model that forward changes"
         )
     expected = trial.forward(copy.deepcopy(model))
-    known, samples = graphs, trial.inputs[0].shape[0]
-    whole = Plan.uniform(known(True, samples), 1)
+    known, sizes = graphs, shapes_of(trial.inputs)
+    whole = Plan.uniform(known(True, sizes), 1)
     ((layers, found),) = World(1).run(lambda one: _layers(model, whole, trial, one, known))
     if _differ(differences(found, expected)):
-        return _of_capture(known(trial.training, samples))
+        return _of_capture(known(trial.training, sizes))
     return _first(everyone, layers)
 
 
@@ -151,7 +156,7 @@ def _layers(
     parallel = parallelize(model, plan, comm=comm, graphs=graphs)
     state: Any = parallel.__dict__["_shardwise"]
     parallel.train(trial.training)
-    graph = state.programs.graph(trial.training, trial.inputs[0].shape[0])
+    graph = state.programs.graph(trial.training, shapes_of(trial.inputs))
     found: Pieces = {}
 
     def watch(name: str, y: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ class Trial:
     inputs: tuple[torch.Tensor, ...]
     num_steps: int = 3
     training: bool = True
+    inference: bool = False  # an evaluation under torch.inference_mode
 
     def run(self, model: nn.Module) -> Found:
         """Everything there is to compare, by kind and name."""
@@ -32,8 +33,9 @@ class Trial:
         """One forward pass without gradients."""
         model.train(self.training)
         torch.manual_seed(0)
-        with torch.no_grad():
-            return _outputs(model(*self.inputs))
+        with torch.inference_mode() if self.inference else torch.no_grad():
+            found = _outputs(model(*self.inputs))
+        return {k: y.clone() if isinstance(y, torch.Tensor) else y for k, y in found.items()}
 
 
 def _train(model: nn.Module, inputs: tuple[torch.Tensor, ...], num_steps: int) -> Found:

@@ -1,0 +1,1 @@
+"""Use: one call for models of other libraries, which are no dependency."""

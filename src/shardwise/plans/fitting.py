@@ -1,0 +1,66 @@
+"""The legal config of a layer that is nearest to a wanted split, and random legal ones."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import numpy as np
+
+from shardwise.geometry.grid import AXES, Config
+from shardwise.graph.layer_graph import Layer
+from shardwise.operators import STRATEGIES
+
+# What an axis cannot take moves on to another one, in this order.
+MOVES = (("c", "f"), ("d", "n"), ("h", "n"), ("w", "n"), ("f", "n"), ("n", ""))
+
+
+def fit(layer: Layer, wanted: Config, batch: int) -> Config:
+    """The legal config nearest to a wanted split.
+
+    What an axis cannot take moves on: input channels to filters, everything else to samples. What
+    then finds no room is dropped, so that fewer workers are used.
+    """
+    strategy = STRATEGIES[layer.op]
+    limits = strategy.limits(layer, batch)
+    degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
+    if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
+        degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
+    for axis, fallback in MOVES:
+        kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
+        if fallback:
+            degrees[fallback] *= degrees[axis] // kept
+        degrees[axis] = kept
+    return Config(**degrees, ranks=_kept_ranks(wanted, tuple(degrees.values())))  # type: ignore[arg-type]
+
+
+def _kept_ranks(wanted: Config, degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that form the smaller grid: each keeps its place, so that weights stay with it."""
+    used = prod(degrees)
+    if used == wanted.num_workers:
+        return wanted.ranks
+    if all(new <= old for new, old in zip(degrees, wanted.degrees, strict=True)):
+        grid = np.reshape(wanted.ranks, wanted.degrees)
+        return tuple(grid[tuple(map(slice, degrees))].ravel().tolist())
+    return tuple(sorted(wanted.ranks))[:used]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(k for k in range(min(number, max(limit, 1)), 0, -1) if number % k == 0)
+
+
+def random_config(layer: Layer, world: int, generator: random.Random) -> Config:
+    """A random legal config: random degrees whose product fits, on random ranks."""
+    strategy = STRATEGIES[layer.op]
+    limits = strategy.axes(layer)
+    degrees, room = {}, generator.randint(1, world)
+    for axis in generator.sample(list(limits), len(limits)):
+        limit = room if axis == "n" else min(room, max(limits[axis], 1))
+        degrees[axis] = generator.randint(1, limit)
+        room //= degrees[axis]
+    if strategy.joint_channels and "f" in limits:
+        size = layer.shape[layer.dims.index("c")] if "c" in layer.dims else 1
+        if degrees["f"] * degrees["c"] > size:
+            degrees["c"] = 1
+    ranks = tuple(generator.sample(range(world), prod(degrees.values())))
+    return Config(**degrees, ranks=ranks)
