@@ -2,6 +2,7 @@
 TORCH := torch==2.13.0
 # What other people wrote, to try Shardwise on; without what they depend on, which is not used.
 OUTSIDE := torchvision==0.28.0 timm==1.0.30 monai==1.6.1 expecttest==0.3.0 einops==0.8.1
+DECODERS := diffusers==0.42.1
 
 # A contributor's loop: these take about a minute.
 QUICK := tests/geometry tests/plans/test_plan.py tests/cluster/test_schedules.py $(patsubst %,tests/comm/test_%.py,in_process pipeline) \
@@ -28,6 +29,7 @@ $(READY): pyproject.toml Makefile hatch_build.py $(wildcard native/*)
 	$(BIN)/python -m pip install -q '$(TORCH)'
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	$(BIN)/python -m pip install -q --no-deps $(OUTSIDE)
+	$(BIN)/python -m pip install -q $(DECODERS)
 	@touch $@
 
 train: setup  ## train a small network on two local workers

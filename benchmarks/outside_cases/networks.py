@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from outside_cases.case import Case, number, seed_everything
+from outside_cases.importing import uncompiled_torchvision
 
 SIZES = (32, 64, 96, 128, 192, 224, 256, 299)  # of images, in the order in which they are tried
 SECONDS = 240.0  # of computing that a network may take
@@ -269,21 +270,11 @@ MONAI: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 
 @cache
 def _packages() -> tuple[Any, Any, Any]:
-    """torchvision, timm and monai; torchvision's own operators are not compiled everywhere."""
-    register = torch.library.register_fake
-
-    def stub(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(name, str) and name.startswith("torchvision::"):
-            return lambda function: function
-        return register(name, *args, **kwargs)
-
-    torch.library.register_fake = stub  # type: ignore[assignment]
-    try:
+    """torchvision, timm and monai."""
+    with uncompiled_torchvision():
         import monai.networks.nets
         import timm
         import torchvision
-    finally:
-        torch.library.register_fake = register
     return torchvision, timm, monai.networks.nets
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise import Cluster, Config, Engine, Layer, LayerGraph, Plan, simulate
 from shardwise.planner.layer_costs import Roofline, Training
 from shardwise.planner.links import Network
-from shardwise.plans.plan import fit
+from shardwise.plans.fitting import fit
 
 from .figures import Paper, Result
 from .machines import cluster, network, paced

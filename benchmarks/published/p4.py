@@ -12,7 +12,7 @@ from shardwise.planner.best_plan import Planner, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.planned import HIDDEN, Alternative, examine
-from shardwise.plans.plan import fit
+from shardwise.plans.fitting import fit
 
 from .figures import Paper, Result
 from .machines import Paced, cluster, network, paced
