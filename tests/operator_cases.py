@@ -319,6 +319,7 @@ OPERATORS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv transpose 3d": (nn.ConvTranspose3d(4, 3, 2, 2), (2, 4, 3, 4, 5)),
     "linear": (nn.Linear(7, 10), (5, 7)),
     "linear 3d": (nn.Linear(7, 10, bias=False), (5, 6, 7)),
+    "linear 5d": (nn.Linear(4, 6), (2, 3, 4, 5, 4)),
     "batch norm": (nn.BatchNorm2d(6), (5, 6, 7, 8)),
     "batch norm 1d": (nn.BatchNorm1d(6, momentum=None), (5, 6)),
     "batch norm plain": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -124,3 +125,32 @@ def test_nn_multihead_attention_stays_split_over_samples() -> None:
     graph = capture(layer, torch.zeros(4, 5, 8))
     uniform = Plan.uniform(graph, n=4)
     assert all(config == Config(n=4) for config in uniform.layers.values())
+
+
+class Video(nn.Module):
+    """Attention of all steps and places of a clip, each frame to itself and those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.values = nn.Conv3d(3, 8, 3, 1, 1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        frames, places = y.shape[2], y.shape[3] * y.shape[4]
+        rows = y.flatten(2).transpose(1, 2)
+        frame = torch.arange(frames).repeat_interleave(places)
+        mask = torch.where(frame[:, None] >= frame, 0.0, -torch.inf).to(y.dtype)[None, None]
+        q = rows[:, None]
+        made = functional.scaled_dot_product_attention(q, q, self.values(q), attn_mask=mask)
+        return y + made[:, 0].transpose(1, 2).unflatten(2, y.shape[2:]).sigmoid()
+
+
+def test_no_layer_of_attention_over_a_clip_is_left_to_one_worker() -> None:
+    module, x = seeded(Video()), seeded_input((1, 3, 2, 5, 3))
+    graph = capture(module, x)
+    rows = Plan.uniform(graph, h=4)
+    large = [layer for layer in graph.layers if prod(layer.shape) > 100]
+    assert {rows.layers[layer.name].num_workers for layer in large} == {4}
+    plans = [rows, Plan.uniform(graph, d=2), Plan.uniform(graph, f=2)]
+    plans += [Plan.random(graph, world, seed=world) for world in (2, 3, 4)]
+    assert_exact(module, (x,), plans, graph)

@@ -163,6 +163,13 @@ def test_a_smaller_grid_keeps_every_rank_in_its_place() -> None:
     assert fit(graph["conv"], wanted, 1) == Config(h=2, f=2, ranks=(0, 2, 4, 6))
 
 
+def test_space_moves_to_another_direction_where_samples_have_no_room() -> None:
+    graph = capture(nn.Sequential(nn.Conv1d(3, 4, 3)), torch.zeros(2, 3, 20))
+    assert fit(graph["0"], Config(h=2), 2) == Config(n=2)
+    assert fit(graph["0"], Config(h=4), 2) == Config(n=2, w=2)
+    assert fit(graph["0"], Config(n=4), 2) == Config(n=2)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+SPACE = "dhw"
 DEFAULT = {1: ".", 2: "nc", 3: "ncw", 4: "nchw", 5: "ncdhw"}
 
 Shape = tuple[int, ...]
@@ -32,14 +33,24 @@ def each_once(dims: str, shape: Shape) -> str:
 
 
 def view_dims(source: tuple[Shape, str], shape: Shape) -> str:
-    """The labels after a reshape: each goes to the first dimension of what it was spread over."""
-    labels = ["."] * len(shape)
+    """The labels after a reshape: each goes to the first dimension of what it was spread over.
+
+    What is behind that first one is space again, where rows of attention become rows and columns.
+
+    >>> view_dims(((1, 35, 8), "nhc"), (1, 5, 7, 8))
+    'nhwc'
+    """
+    labels, behind = ["."] * len(shape), []
     for in_dims, out_dims in view_groups(source[0], shape):
         can_be_cut = [d for d in in_dims if source[0][d] > 1]
         known = [source[1][d] for d in can_be_cut or in_dims if source[1][d] != "."]
         lead = next((d for d in out_dims if shape[d] > 1), out_dims[0] if out_dims else None)
         if lead is not None and known:
             labels[lead] = known[0]
+            behind += [(known[0], d) for d in out_dims if d > lead]
+    for label, dim in behind:
+        following = SPACE[SPACE.index(label) + 1 :] if label in SPACE else ""
+        labels[dim] = next((each for each in following if each not in labels), ".")
     return "".join(labels)
 
 

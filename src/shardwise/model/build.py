@@ -28,6 +28,7 @@ from shardwise.operators.calls import (
     is_in_place,
     named_args,
 )
+from shardwise.operators.reader_labels import labelled_by_readers
 from shardwise.operators.strategy import STRATEGIES, read
 
 SYMBOLIC: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -64,7 +65,7 @@ class Builder:
         inputs = tuple(self.values[n].name for n in self.exported.inputs)
         outputs = tuple(y.name for y in returned if isinstance(y, Operand))
         return LayerGraph(
-            layers=_read(self.layers.values(), outputs),
+            layers=labelled_by_readers(_read(self.layers.values(), outputs)),
             inputs=inputs,
             outputs=outputs,
             batch=self.batch,

@@ -90,6 +90,7 @@ def _gathered_gradients(
     return found[: 1 + has_bias]
 
 
+USUAL = ("nc", "nwc", "nhwc", "ndhwc")  # labels, by the number of dimensions
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 
 
@@ -105,7 +106,7 @@ def _rows_apart(call: Call) -> Shape | None:
     is_view = isinstance(call.x, fx.Node) and aten_name(call.x) in VIEWS
     if not is_view or len(users) < len(call.node.users) or len(shapes) != 1:
         return None
-    fits = len(call.result) == 2 < len(lead) + 1 <= 4 and prod(lead) == call.result[0]
+    fits = len(call.result) == 2 < len(lead) + 1 <= len(USUAL[-1]) and prod(lead) == call.result[0]
     return lead if fits and all(lead) else None
 
 
@@ -125,14 +126,14 @@ class Linear(Contraction):
             before = Request("view", (call.x.args[0],), shape=(*lead, call.shape()[-1]))
             others = {"tensors": (PREVIOUS, *request.tensors[1:]), "shape": (*lead, made[-1])}
             return [before, replace(request, **others)]
-        if len(made) > 4:  # one dimension of rows is as good as many
+        if len(made) > len(USUAL[-1]):  # one dimension of rows is as good as many
             rows = prod(made[:-1])
             return reshaped(call, request, (rows, call.shape()[-1]), (rows, made[-1]), "nc")
         return of_samples(call, request, num_dims=0)
 
     def labels(self, attrs: None, shape: Shape, inputs: Inputs) -> str:
         """The last dimension has channels, and what had them before has its label instead."""
-        usual = ("nc", "nwc", "nhwc")[len(shape) - 2]
+        usual = USUAL[len(shape) - 2]
         known = next((dims for _, dims in inputs if len(dims) == len(shape)), usual)
         lead = known[:-1] if known[-1] == "c" else known[:-1].replace("c", known[-1])
         found = [*lead, "c"]

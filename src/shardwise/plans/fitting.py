@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from math import prod
+from collections.abc import Mapping
+from math import gcd, prod
 
 import numpy as np
 
-from shardwise.geometry.grid import AXES, Config
+from shardwise.geometry.grid import AXES, SPACE, Config
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators import STRATEGIES
 
@@ -19,19 +20,32 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     """The legal config nearest to a wanted split.
 
     What an axis cannot take moves on: input channels to filters, everything else to samples. What
-    then finds no room is dropped, so that fewer workers are used.
+    of space finds no room there moves to another direction: rows of attention may be called depth
+    or height. What is left is dropped, so that fewer workers are used.
     """
     strategy = STRATEGIES[layer.op]
     limits = strategy.limits(layer, batch)
     degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
     if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
+    moved = 1  # from space to samples
     for axis, fallback in MOVES:
         kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
+        rest, degrees[axis] = degrees[axis] // kept, kept
         if fallback:
-            degrees[fallback] *= degrees[axis] // kept
-        degrees[axis] = kept
+            degrees[fallback] *= rest
+            moved *= rest if axis in SPACE else 1
+        else:
+            _spread(gcd(rest, moved), degrees, limits)
     return Config(**degrees, ranks=_kept_ranks(wanted, tuple(degrees.values())))  # type: ignore[arg-type]
+
+
+def _spread(rest: int, degrees: dict[str, int], limits: Mapping[str, int]) -> None:
+    """Gives so many parts to the directions of space that have room for more."""
+    for axis in SPACE:
+        more = _largest_divisor(rest, limits.get(axis, 1) // degrees[axis])
+        degrees[axis] *= more
+        rest //= more
 
 
 def _kept_ranks(wanted: Config, degrees: tuple[int, ...]) -> tuple[int, ...]:
