@@ -143,13 +143,7 @@ def plan(
         raise PlanError(f"output {output!r} must be one of {', '.join(OUTPUTS)}")
     if training is None:
         training = Training.none(output) if inference else Training(output=output)
-    if isinstance(model, LayerGraph):
-        graph = model
-    else:
-        vary = inference or bool(sizes)
-        graph = capture(model, *inputs, training=not inference, sizes_vary=vary)
-    if inference and graph.training:
-        raise PlanError("the graph is of training: capture(..., training=False) is for inference")
+    graph = _graph(model, inputs, inference, bool(sizes))
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
     cap = machines.device.memory
@@ -160,6 +154,18 @@ def plan(
         return Costs(graph, machines, timer or timer_for(machines, graph), training)
 
     return best_plan([costs_of(each) for each in of_sizes(graph, sizes)], gradients, cap)
+
+
+def _graph(
+    model: nn.Module | LayerGraph, inputs: Sequence[torch.Tensor], inference: bool, several: bool
+) -> LayerGraph:
+    """What is planned, in the mode that is asked for."""
+    if not isinstance(model, LayerGraph):
+        vary = inference or several
+        return capture(model, *inputs, training=not inference, sizes_vary=vary)
+    if inference and model.training:
+        raise PlanError("the graph is of training: capture(..., training=False) is for inference")
+    return model
 
 
 def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:
