@@ -329,6 +329,10 @@ def test_plans_for_inference_have_several_sizes(run, net: str, tmp_path: Path) -
     code, out, err = run("plan", net, *options)
     assert code == 0 and "every size" in out and "rank 0" in out
     assert not Plan.load(file).training and len(Plan.load(file).others) == 2
+    code, out, err = run("verify", net, "--inference", "--plan", str(file))
+    assert code == 0, err
+    for size in (INPUT, "1x3x6x6", "2x3x6x6"):
+        assert f"input {size}" in out
     given = ("--plan", str(file), "--input", "1x3x6x6", "--json")
     code, out, err = run("simulate", net, "--inference", "--cluster", "2x10Gb", *given)
     assert code == 0 and json.loads(out)["workers"] == 2, err

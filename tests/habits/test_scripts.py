@@ -74,6 +74,13 @@ def larger_batches(model: Any, x: torch.Tensor) -> Any:
         return model.eval()(torch.cat([x, x + 1, x[:1]]))
 
 
+@habit("images of several sizes")
+def several_sizes(model: Any, x: torch.Tensor) -> Any:
+    optimizer = sgd(model)
+    sizes = [tuple(x.shape[2:]), (11, 5), (6, 9)]
+    return [step(model, F.interpolate(x, size), optimizer) for size in sizes]
+
+
 @habit("evaluation before the first step")
 def evaluation_first(model: Any, x: torch.Tensor) -> Any:
     model.eval()

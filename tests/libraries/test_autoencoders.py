@@ -35,6 +35,7 @@ def test_a_decoder_gives_what_it_gives_on_one_device(name: str) -> None:
     graphs = ModelGraphs(module, sizes, (torch.float64,), sizes_vary=True)
     graph = graphs(False, sizes)
     limit = 1e-5 if family.float32 else 1e-12
+    assert not Plan.uniform(graph, h=3).whole  # layers that one worker would compute
 
     def work(comm: Communicator, plan: Plan | None) -> None:
         own = copy.deepcopy(vae)

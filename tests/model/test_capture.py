@@ -251,3 +251,18 @@ def test_statistics_that_are_no_buffers_are_not_written() -> None:
 
     with pytest.raises(CaptureError, match=r"instance_norm .* writes into its running_mean"):
         capture(Kept(), torch.randn(2, 3, 4, 4), torch.zeros(3), torch.ones(3))
+
+
+def test_a_tensor_left_in_an_attribute_is_our_sentence_and_not_torchs_warning(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Streams(nn.Module):
+        past: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.past = x if self.past is None else self.past + x
+            return x * 2
+
+    with pytest.raises(CaptureError, match="give it to forward and let it return it"):
+        capture(Streams(), torch.zeros(2, 3))
+    assert not [each for each in recwarn if "tensor attribute" in str(each.message)]

@@ -83,6 +83,19 @@ def test_the_output_goes_to_all_ranks_to_one_or_nowhere() -> None:
     assert moved == {"full": 3 * whole, "one": 3 * whole // 4, "local": 0}
 
 
+def test_it_can_be_planned_where_the_output_goes() -> None:
+    x = torch.zeros(1, 4, 32, 32)
+    moved = {
+        output: plan(Skips(), x, cluster="2x10Gb", inference=True, output=output)
+        .findings.prediction.rows[-1]
+        .moved
+        for output in ("full", "local")
+    }
+    assert moved["full"] > moved["local"] == 0
+    with pytest.raises(PlanError, match="output 'none' must be one of full, local, one"):
+        plan(Skips(), x, output="none")
+
+
 @pytest.mark.parametrize("link", ["1Mb", "10Gb"])
 def test_the_best_plan_is_never_slower_than_one_worker(link: str) -> None:
     found = plan(Skips(), torch.zeros(1, 4, 16, 16), cluster=f"4x{link}", inference=True)

@@ -61,6 +61,22 @@ def test_an_output_on_one_rank_has_no_gradients() -> None:
         World(2).run(work)
 
 
+def test_parts_of_inputs_are_known_without_a_capture_for_training() -> None:
+    class Evaluated(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not self.training, "this is for evaluation"
+            return super().forward(x)
+
+    model = seeded(Evaluated(3, 4, 3)).eval()
+    plan = Plan.uniform(capture(model, X, training=False), h=3)
+
+    def work(comm: Communicator) -> int:
+        parallel = parallelize(model, plan, comm=comm, output="local").eval()
+        return parallel.input_box((1, 3, 16, 7)).shape[2] + 100 * parallel.output_box(1).shape[2]
+
+    assert World(3).run(work) == [205, 205, 306]
+
+
 def test_a_model_planned_for_inference_can_be_trained() -> None:
     model = net()
     plan = Plan.uniform(capture(model, X, training=False), h=2)

@@ -145,7 +145,7 @@ def parallelize_decoder(
     num_workers = 1 if plan is None else plan.world
     comm = communicator_of(running.pop("comm", None), group, mesh, num_workers)
     planning = {"cluster": cluster, "workers": comm.size, "memory": memory, "sizes": sizes}
-    planning |= {"inference": inference}
+    planning |= {"inference": inference, "output": running.get("output", "full")}
     decoder = ParallelDecoder(vae, plan, planning, running | {"comm": comm})
     vae.__dict__["decode"] = decoder.decode
     return decoder

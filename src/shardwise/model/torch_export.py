@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -212,14 +213,19 @@ def _mode(model: nn.Module, training: bool, others: tuple[str, ...]) -> Iterator
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Torch logs a traceback of a shape that does not fit, before it raises: ours is a sentence."""
+    """Torch logs a traceback of a shape that does not fit, before it raises: ours is a sentence.
+
+    So it is where forward leaves a tensor in an attribute, and somebody needs it.
+    """
     loggers = [logging.getLogger(f"torch.{name}") for name in LOGGERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     torch_trace.__dict__["print"] = lambda *_, **__: None  # of half a graph
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attribute")
+            yield
     finally:
         torch_trace.__dict__.pop("print", None)
         for logger, disabled in zip(loggers, before, strict=True):

@@ -26,6 +26,7 @@ from shardwise.planner.shown_plan import as_text
 from shardwise.planner.simulate import simulate
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
+from shardwise.plans.program import OUTPUTS
 from shardwise.plans.trace import Trace
 from shardwise.units import parse_size
 
@@ -125,26 +126,24 @@ def plan(
     timer: Timer | None = None,
     gradients: Engine | str | None = None,
     inference: bool = False,
+    output: str = "full",
     sizes: Sequence[Any] = (),
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
     `cluster` is a description, a preset ("p100-4x4"), a shorthand ("4x10Gb") or a file; `memory`
     caps what a worker may use ("8GiB"). With inference=True only the forward pass costs time, and
-    nothing is kept for a backward pass. `sizes` are shapes of other inputs to plan for: each gets
-    the splits that are best for it, and what lies between them those of the nearest.
+    nothing is kept for a backward pass. `output` is what `parallelize` will be given. `sizes` are
+    shapes of other inputs to plan for: each gets the splits that are best for it, and what lies
+    between them those of the nearest.
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
-    if inference:
-        training = training or Training.none()
-    if isinstance(model, LayerGraph):
-        graph = model
-    else:
-        vary = inference or bool(sizes)
-        graph = capture(model, *inputs, training=not inference, sizes_vary=vary)
-    if inference and graph.training:
-        raise PlanError("the graph is of training: capture(..., training=False) is for inference")
+    if output not in OUTPUTS:
+        raise PlanError(f"output {output!r} must be one of {', '.join(OUTPUTS)}")
+    if training is None:
+        training = Training.none(output) if inference else Training(output=output)
+    graph = _graph(model, inputs, inference, bool(sizes))
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
     cap = machines.device.memory
@@ -155,6 +154,18 @@ def plan(
         return Costs(graph, machines, timer or timer_for(machines, graph), training)
 
     return best_plan([costs_of(each) for each in of_sizes(graph, sizes)], gradients, cap)
+
+
+def _graph(
+    model: nn.Module | LayerGraph, inputs: Sequence[torch.Tensor], inference: bool, several: bool
+) -> LayerGraph:
+    """What is planned, in the mode that is asked for."""
+    if not isinstance(model, LayerGraph):
+        vary = inference or several
+        return capture(model, *inputs, training=not inference, sizes_vary=vary)
+    if inference and model.training:
+        raise PlanError("the graph is of training: capture(..., training=False) is for inference")
+    return model
 
 
 def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:

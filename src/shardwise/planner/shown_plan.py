@@ -172,10 +172,10 @@ def sizes_table(plan: Plan, box: Box | None = HEAVY_HEAD) -> Table:
 def milliseconds(seconds: float) -> str:
     """A time in ms with four digits, 0 for nothing.
 
-    >>> milliseconds(0.0168), milliseconds(1.0754), milliseconds(0.0)
+    >>> milliseconds(0.0168), milliseconds(1.0754), milliseconds(2e-19)
     ('16.8', '1075', '0')
     """
-    value = 1e3 * seconds
+    value = round(1e3 * seconds, 9)  # sums leave something of their rounding
     if value == 0:
         return "0"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

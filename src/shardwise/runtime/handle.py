@@ -67,7 +67,7 @@ class Handle:
 
         `batch` is a number of samples, or the shape of the whole input, or of all of them.
         """
-        graph = self._graph(True, batch)  # inputs are the same in both modes
+        graph = self._graph(self.plan.training, batch)  # inputs are the same in both modes
         return layer_layout(graph, self.plan, graph.inputs[index])[self.comm.rank]
 
     def output_box(self, batch: Batch, index: int = 0) -> Box:

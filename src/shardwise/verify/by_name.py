@@ -118,22 +118,40 @@ def verify_model(request: VerifyRequest) -> list[PlanResult]:
     for meant in request.plans:
         meant.check_workers(world)
     model = _model(request)
-    request = _with_inputs(request, world)
-    graphs = _graphs(request, model)
+    jobs = [_job(each, model, world) for each in _of_sizes(request)]
     del model  # every worker builds its own: memory for one less
-    plans = _plans(request, graphs, world)
     cpu = request.device == "cpu" and torch.cuda.is_available()  # else it would take NCCL
     backend = "gloo" if cpu else None
     with _one_sentence(f"{request.spec.model!r} cannot be verified"):  # sending the graph, say
-        job = (request, graphs, plans)
-        comparisons = run_on_workers(_compare_plans, world, *job, backend=backend) or []
+        found = run_on_workers(_compare_jobs, world, jobs, backend=backend) or []
     return [
-        PlanResult(label, plan, tuple(found))
-        for (label, plan), found in zip(plans.items(), comparisons, strict=False)
+        PlanResult(label, plan, tuple(tensors))
+        for (_, _, plans), comparisons in zip(jobs, found, strict=False)
+        for (label, plan), tensors in zip(plans.items(), comparisons, strict=True)
+    ]
+
+
+def _of_sizes(request: VerifyRequest) -> list[VerifyRequest]:
+    """For inputs of every size that a plan was made for, if none is asked for."""
+    saved = next((meant.saved for meant in request.plans if meant.saved), None)
+    if request.spec.shapes or saved is None or not saved.others:
+        return [request]
+    kinds = request.kinds or saved.dtypes
+    sizes = [saved.inputs, *(other.inputs for other in saved.others)]
+    return [
+        replace(request, spec=replace(request.spec, shapes=size), kinds=kinds) for size in sizes
     ]
 
 
 Graphs = dict[bool, LayerGraph]  # by whether the model trains
+Job = tuple[VerifyRequest, Graphs, dict[str, Plan]]
+
+
+def _job(request: VerifyRequest, model: nn.Module, world: int) -> Job:
+    """What workers do for inputs of one size."""
+    request = _with_inputs(request, world)
+    graphs = _graphs(request, model)
+    return request, graphs, _plans(request, graphs, world)
 
 
 def _graphs(request: VerifyRequest, model: nn.Module) -> Graphs:
@@ -186,7 +204,9 @@ def _plans(request: VerifyRequest, graphs: Graphs, world: int) -> dict[str, Plan
         named = (PlanSpec(split={"n": world}),)
     for meant in named:
         own = graph if meant.saved is None else graphs[meant.saved.training]
-        plans[str(meant)] = meant.find(own, world, _search)
+        shapes = ", ".join("x".join(map(str, shape)) for shape in request.spec.shapes)
+        of_size = f", input {shapes}" if meant.saved is not None and meant.saved.others else ""
+        plans[f"{meant}{of_size}"] = meant.find(own, world, _search)
     for seed in range(request.seed, request.seed + request.num_random):
         plans[f"random plan, seed {seed}"] = Plan.random(graph, world, seed)
     return plans
@@ -194,6 +214,11 @@ def _plans(request: VerifyRequest, graphs: Graphs, world: int) -> dict[str, Plan
 
 def _search() -> Plan:
     raise PlanError("only given plans are verified; `shardwise plan --save` writes the best one")
+
+
+def _compare_jobs(jobs: Sequence[Job]) -> list[list[list[Comparison]]]:
+    """On every rank: all plans for inputs of every size."""
+    return [_compare_plans(*job) for job in jobs]
 
 
 def _compare_plans(
@@ -212,7 +237,8 @@ def _compare_plans(
     found = []
     for label, plan in plans.items():
         with _one_sentence(f"{request.spec.model!r} runs on one device, but not under {label}"):
-            how = (request.num_steps, known, request.training, request.inference)
+            own = None if plan.others else known  # which knows of one size only
+            how = (request.num_steps, own, request.training, request.inference)
             found.append(compare(model, plan, inputs, comm, *how))
     return found
 

@@ -12,7 +12,8 @@ KINDS = ("output", "loss", "gradient", "statistics", "weight")
 COVERED = {
     True: "covered: training in this dtype with SGD, a forward pass, its gradients and the weights "
     "after the last step; not covered: evaluation (--eval), other optimizers, hooks, other batches",
-    False: "covered: outputs of one forward pass in evaluation; not covered: training",
+    False: "covered: outputs of one forward pass in evaluation; not covered: training, other "
+    "sizes of inputs",
 }
 MOST_NAMED = 3  # tensors that differ
 
