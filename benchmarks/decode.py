@@ -82,15 +82,16 @@ def num_whole(graph: LayerGraph, plan: Plan) -> int:
 # -- on every rank ---------------------------------------------------------------------------------
 
 
-def measure(name: str, graphs: Graphs, plans: dict[Any, Plan]) -> list[dict[str, Any]]:
-    """Errors and memory of all sizes, on rank 0; of others their memory."""
+def measure(name: str, graphs: Graphs, sizes: list[Any], world: int) -> list[dict[str, Any]]:
+    """The errors of all sizes, on rank 0; casts of a model are layers in some types only."""
     torch.set_num_threads(1)
     family, rows = FAMILIES[name], []
-    for size, plan in plans.items():
+    for size in sizes:
         row: dict[str, Any] = {}
         for label, dtype in DTYPES.items():
             module, z = module_of(family, dtype), latents(family.of_size(*size), dtype)
             known = graphs[size, dtype]
+            plan = Plan.uniform(known, h=world)
             found = compare(module, plan, (z,), graphs=lambda *_, g=known: g, inference=True)
             if found:
                 row |= {label: found[0].error, f"{label} noise": found[0].noise}
@@ -167,10 +168,10 @@ def table(name: str, sizes: list[tuple[int, int]], ranks: list[int]) -> list[dic
     note = "; some layers compute in float32" if family.float32 else ""
     print(f"\n{name} ({family.kind}), {layers} layers{note}\n{HEAD}", flush=True)
     for world in ranks:
-        plans = {size: Plan.uniform(graphs[size, torch.float32], h=world) for size in sizes}
-        found = run_local(measure, world, name, graphs, plans)[0]
-        for row, (size, plan) in zip(found, plans.items(), strict=True):
+        found = run_local(measure, world, name, graphs, sizes, world)[0]
+        for row, size in zip(found, sizes, strict=True):
             graph = graphs[size, torch.float32]
+            plan = Plan.uniform(graph, h=world)
             messages, moved = traffic(graph, plan)
             row |= {
                 "messages": messages,

@@ -64,7 +64,9 @@ class Comparison:
 
     @property
     def limit(self) -> float:
-        """How large the error may be."""
+        """How large the error may be; noise excuses only what needs it."""
+        if self.error <= self.tolerance:
+            return self.tolerance
         return max(self.tolerance, FACTOR * (self.noise or 0.0))
 
     @property

@@ -68,16 +68,17 @@ def _about_failures(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _about_noise(comparisons: Sequence[Comparison]) -> list[str]:
-    noisy = [c for c in comparisons if c.limit > c.tolerance]
-    if not noisy:
+    if all(c.noise is None for c in comparisons):
         return []
-    places = sorted({c.origin for c in noisy if c.origin})
-    arises = f"it arises {' and '.join(places)}; " if places else ""
+    excused = [c for c in comparisons if c.limit > c.tolerance]
+    places = sorted({c.origin for c in excused if c.origin})
+    arises = f"; it arises {' and '.join(places)}" if places else ""
+    limits = f"; limits are {FACTOR:.0f} times the noise" if excused else ""
     lines = [
-        "noise: what one device makes of a change in the last bit of its inputs and weights; "
-        f"{arises}limits are {FACTOR:.0f} times the noise"
+        "noise: what one device makes of a change in the last bit of its inputs and weights"
+        f"{arises}{limits}"
     ]
-    if count := sum(c.undetermined for c in noisy):
+    if count := sum(c.undetermined for c in excused):
         lines.append(
             f"open: {_count(count, 'tensor')} of which one device itself keeps no digit, so that "
             "nothing is proved; more samples (--batch) or larger inputs may help"
