@@ -88,6 +88,7 @@ class LayerCosts:
     moved: np.ndarray  # bytes of transfer and update
     stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
     saved: np.ndarray  # bytes kept for the backward pass; without one, those it works on
+    first: np.ndarray  # bytes that rank 0, which all candidates use, holds all the time
     outputs: Layouts
     needs: tuple[Layouts | None, ...]  # per operand; None for weights
 
@@ -131,6 +132,8 @@ class Appraisal:
         update, summed = self._update() if trains and layer.params else (0.0 * moved, 0.0)
         sizes = [self._numels(layouts) for layouts in self.needs]
         made = self._numels(self.outputs)
+        stored, kept = parent.memory.stored(layer, sizes, made), self._kept(trains, sizes, made)
+        held = stored + kept * parent.training.gradients
         needs = [
             self._layouts(layouts, operand.shape) if operand.kind == "value" else None
             for operand, layouts in zip(layer.operands, self.needs, strict=True)
@@ -142,8 +145,9 @@ class Appraisal:
             transfer,
             update,
             moved + summed,
-            self._most([parent.memory.stored(layer, sizes, made)]),
-            self._most([self._kept(trains, sizes, made)]),
+            self._most([stored]),
+            self._most([kept]),
+            held.reshape(-1, parent.world)[self.order, 0],
             self._layouts(self.outputs, layer.shape),
             tuple(needs),
         )
