@@ -239,19 +239,22 @@ class Planner:
 
     def under(self, cap: int) -> tuple[Plan, Prediction]:
         """The best plan found whose ranks hold at most so many bytes: memory gets a price."""
-        plan, prediction = self._priced(0.0)
-        if prediction.memory <= cap:
-            return plan, prediction
-        least = self.least_memory()
-        if least[1].memory > cap:
-            raise PlanError(self._does_not_fit(cap, least[1].memory))
-        best, low, high = least, 0.0, self.high_price
-        for _ in range(20):
-            price = (low + high) / 2 if low else high / 16
-            plan, prediction = self._priced(price)
-            if prediction.memory <= cap:
-                high = price
-                best = min(best, (plan, prediction), key=lambda found: found[1].seconds)
+        low = 0.0
+        for high in self._prices:  # what layers work on has no price: a high one may need more
+            best = self._priced(high)
+            if best[1].memory <= cap:
+                break
+            low = high
+        else:
+            best = self.least_memory()
+            if best[1].memory > cap:
+                raise PlanError(self._does_not_fit(cap, best[1].memory))
+            return best
+        for _ in range(8 if low else 0):
+            price = (low * high) ** 0.5
+            found = self._priced(price)
+            if found[1].memory <= cap:
+                best, high = min(best, found, key=lambda each: each[1].seconds), price
             else:
                 low = price
         return best
@@ -267,10 +270,14 @@ class Planner:
         seconds = sum(float(costs.total.max()) for costs in each)
         return 1e3 * seconds / max(1.0, sum(float(costs.memory.min()) for costs in each))
 
+    @property
+    def _prices(self) -> list[float]:
+        """Nothing, then what hardly counts, up to what counts alone."""
+        return [0.0, *(self.high_price / 4**k for k in range(18, -1, -1))]
+
     def least_memory(self) -> tuple[Plan, Prediction]:
         """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
-        high = self.high_price
-        found = [self._priced(price) for price in (high, high / 1e3, high / 1e5, 0.0)]
+        found = [self._priced(price) for price in self._prices]
         known = baselines(self.costs).values()
         found += [rival for rival in known if self.costs.keeps_pins(rival[0].layers)]
         return min(found, key=lambda pair: pair[1].memory)

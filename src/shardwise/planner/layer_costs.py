@@ -89,6 +89,7 @@ class LayerCosts:
     stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
     saved: np.ndarray  # bytes kept for the backward pass; without one, those it works on
     first: np.ndarray  # bytes that rank 0, which all candidates use, holds all the time
+    at_work: np.ndarray  # bytes that come and go on rank 0 as it runs, at least
     outputs: Layouts
     needs: tuple[Layouts | None, ...]  # per operand; None for weights
 
@@ -147,7 +148,8 @@ class Appraisal:
             moved + summed,
             self._most([stored]),
             self._most([kept]),
-            held.reshape(-1, parent.world)[self.order, 0],
+            self._on_first(held),
+            self._on_first(parent.memory.working(layer, sizes, made)) * (1 + trains),
             self._layouts(self.outputs, layer.shape),
             tuple(needs),
         )
@@ -162,6 +164,10 @@ class Appraisal:
         """The most on any rank, for each config."""
         amounts = np.concatenate(parts).reshape(-1, self.parent.world)
         return amounts.max(axis=1)[self.order]
+
+    def _on_first(self, amounts: np.ndarray) -> np.ndarray:
+        """What rank 0 has, for each config."""
+        return amounts.reshape(-1, self.parent.world)[self.order, 0]
 
     @staticmethod
     def _numels(layouts: list[Layout]) -> np.ndarray:

@@ -3,15 +3,19 @@
 Without a limit on memory the search is exact, so the bound is the least cost itself. Under one, the
 bound is the Lagrangian dual: memory gets a price, the search finds the least of cost and price
 together, and what the price of the allowed memory is comes off; no plan that fits costs less,
-whatever the price, and the best price is looked for. Only what rank 0 holds all the time counts:
-that is at most what the fullest rank holds.
+whatever the price, and the best price is looked for. Only rank 0 counts, which has at most what the
+fullest rank has: what it holds all the time, beside the largest of what layers work on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from shardwise.errors import PlanError
 from shardwise.planner.best_plan import Planner, predict, size
+from shardwise.planner.costs import ROUNDING
 from shardwise.planner.memory import SLACK
 from shardwise.planner.search import Problem, solve
 
@@ -65,7 +69,10 @@ def least_cost(planner: Planner, cap: int | None) -> tuple[float, bool]:
     free = planner.solution()
     if cap is None or predict(planner.best(), planner.costs).memory <= cap:
         return free.bound, False
-    return _Dual(planner, cap / SLACK).maximum(planner.high_price), True
+    try:
+        return _Dual(planner, (cap + 1) / SLACK).maximum(planner.high_price), True
+    except PlanError:  # none of the candidates fits; a plan of other splits may
+        return free.bound, True
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,15 @@ class _Dual:
     """The bound as a function of the price of memory: concave, made of straight pieces."""
 
     def __init__(self, planner: Planner, room: float) -> None:
-        self.problem, self.room = planner.problem(), room
-        self.first = [planner.costs.of(layer).first for layer in planner.layers]
+        each = [planner.costs.of(layer) for layer in planner.layers]
+        self.first, problem = [costs.first for costs in each], planner.problem()
+        left = room - sum(float(first.min()) for first in self.first)  # for what is worked on
+        nodes = [
+            np.where(costs.at_work <= left * ROUNDING, node, np.inf)
+            for costs, node in zip(each, problem.costs, strict=True)
+        ]
+        self.problem = Problem(nodes, problem.edges)
+        self.room = room - max(float(costs.at_work.min()) for costs in each)
 
     def line(self, price: float) -> _Line:
         pairs = zip(self.problem.costs, self.first, strict=True)
