@@ -59,6 +59,7 @@ class Costs:
         self._edges: dict[Hashable, np.ndarray] = {}
         self.pins: Mapping[str, tuple[Config, ...]] = {}  # layers with these configs only
         self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
+        self.traces: dict[Hashable, Any] = {}  # of plans, see `Steps`
 
     @cached_property
     def sources(self) -> dict[str, list[tuple[int, Layer]]]:

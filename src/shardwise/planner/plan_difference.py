@@ -35,7 +35,8 @@ class LayerDifference:
     def between(cls, before: PlannedLayer, after: PlannedLayer) -> LayerDifference:
         parts = (*TIMES, "moved", "memory")
         more = (getattr(after, part) - getattr(before, part) for part in parts)
-        return cls(before.layer, str(before.config), str(after.config), *more)
+        old, new = ("" if row.op == "gather" else str(row.config) for row in (before, after))
+        return cls(before.layer, old, new, *more)
 
     @property
     def total(self) -> float:

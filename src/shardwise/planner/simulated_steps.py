@@ -16,7 +16,7 @@ class Steps:
 
     def __init__(self, costs: Costs, gradients: Engine) -> None:
         self.costs, self.gradients = costs, gradients
-        self._known: dict[Hashable, Trace] = {}
+        self._known: dict[Hashable, Trace] = costs.traces.setdefault(gradients, {})
 
     def of(self, plan: Plan) -> Trace:
         if (key := tuple(plan.layers.items())) not in self._known:
