@@ -19,8 +19,8 @@ import torch
 from results import save
 from shardwise import Plan, capture, parallelize, zoo
 from shardwise.geometry.box import Box
+from shardwise.geometry.split_text import parse_split
 from shardwise.launch.workers import run_local
-from shardwise.specs.plan_spec import parse_split
 
 MIB = 1 << 20
 

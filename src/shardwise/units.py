@@ -72,6 +72,11 @@ def parse_ratio(text: str) -> float:
     return _read(text, ":1", "a ratio such as 4:1")[0]
 
 
+def is_count(text: str) -> bool:
+    """Whether this is a whole number of at least 1."""
+    return text.isascii() and text.isdigit() and int(text) >= 1
+
+
 def _read(text: str, unit: str, what: str) -> tuple[float, dict[str, str | None]]:
     """The number and the named groups of the unit, or one sentence that says what was expected."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*(?:{unit})?\s*", text, re.ASCII)

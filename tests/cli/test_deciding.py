@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import Plan, capture
+from shardwise import Config, Plan, capture
 from shardwise.cluster.cluster import Cluster
 
 Run = tuple[int, str, str]
@@ -96,6 +96,50 @@ def test_explain_shows_the_alternatives_of_a_layer(run, net: str) -> None:  # ty
             assert f"│ {split} " in table
 
 
+def test_plan_says_how_far_it_is_from_the_least_and_how_long_it_took(run, net: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run("plan", net, "--cluster", "4x10Gb", "--input", INPUT)
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("proven: no plan of the ")]
+    assert "splits tried for 4 layers" in line and line.endswith(" s")
+
+
+def test_why_not_pin_and_diff_answer_and_agree(run, net: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    where, path = ("--cluster", "4x10Gb", "--input", INPUT), str(tmp_path / "pinned.json")
+    code, out, err = run("plan", net, *where, "--pin", "3=f=4", "--save", path)
+    assert code == 0, err
+    assert "(1 of them pinned)" in out and Plan.load(path).layers["3"] == Config(f=4)
+    asked = ("--why-not", "3=f=4", "--why-not", "3=h=2", "--diff", path)
+    code, out, err = run("plan", net, *where, *asked)
+    assert code == 0, err
+    assert "f=4 of 3 instead of " in out and "legal:" in out and "what is more" in out
+    assert "compared with" not in out
+    code, out, err = run("plan", net, *where, *asked, "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    forced, illegal = data["why_not"]
+    assert forced["possible"] and not illegal["possible"] and illegal["difference"] is None
+    after = data["diff"]["after"], forced["difference"]["after"]
+    assert after[0]["step"] <= after[1]["step"] * (1 + 1e-9)  # pins are solved in several ways
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--pin", "33=f=4", "no layer '33' to pin; did you mean '3'?"),
+        ("--pin", "3=h=2", "cannot be split over height"),
+        ("--pin", "3", "is not a layer and its split"),
+        ("--why-not", "33=f=4", "no layer '33' to ask about"),
+        ("--why-not", "3=q=4", "'q' is not an axis"),
+        ("--diff", "nowhere.json", "'nowhere.json' cannot be read"),
+    ],
+)
+def test_a_question_that_has_no_answer_is_one_sentence(  # type: ignore[no-untyped-def]
+    run, net: str, option: str, text: str, message: str
+) -> None:
+    code, _, err = run("plan", net, "--cluster", "4x10Gb", "--input", INPUT, option, text)
+    assert code != 0 and message in err.replace("\n", " ")
+
+
 def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ignore[no-untyped-def]
     code, out, err = run("plan", net, "--cluster", "4x10Gb", "--input", INPUT, "--json")
     assert code == 0, err
@@ -104,7 +148,7 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
         "workers", "cluster", "training", "inputs",
         "step_seconds", "cost_seconds", "compute_seconds",
         "transfer_seconds", "update_seconds", "moved_bytes", "memory_bytes", "layers", "rivals",
-            "alternatives",
+            "alternatives", "bound_seconds", "gap", "search_seconds", "optimality", "why_not",
     }  # fmt: skip
     assert data["workers"] == 4 and data["cluster"] == "4x10Gb"
     assert [row["layer"] for row in data["layers"]] == ["0", "1", "2", "3", "output of 3"]
@@ -121,6 +165,7 @@ def test_json_holds_the_plan_and_its_rivals(run, net: str) -> None:  # type: ign
     assert set(RIVALS) <= set(data["rivals"])
     for rival in data["rivals"].values():
         totals = {key for key in data if key.endswith("_seconds")}
+        totals -= {"bound_seconds", "search_seconds"}
         assert set(rival) == {*totals, "split", "moved_bytes", "memory_bytes"}
         assert rival["step_seconds"] >= data["step_seconds"] * (1 - 1e-9)
 

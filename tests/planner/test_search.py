@@ -98,7 +98,7 @@ def check(problem: Problem) -> None:
             solve(problem)
         return
     solution = solve(problem)
-    assert solution.cost == total(problem, solution.choices)
+    assert solution.bound == solution.cost == total(problem, solution.choices)
     assert solution.cost == pytest.approx(best, rel=1e-12, abs=1e-12)
 
 
@@ -180,11 +180,11 @@ def test_bounds_and_elimination_agree_on_a_large_network(monkeypatch: pytest.Mon
 
 
 def test_a_lone_node_takes_its_cheapest_choice() -> None:
-    assert solve(Problem([np.array([2.0, np.inf, 1.0])], [])) == Solution((2,), 1.0)
+    assert solve(Problem([np.array([2.0, np.inf, 1.0])], [])) == Solution((2,), 1.0, 1.0)
 
 
 def test_no_nodes_cost_nothing() -> None:
-    assert solve(Problem([], [])) == Solution((), 0.0)
+    assert solve(Problem([], [])) == Solution((), 0.0, 0.0)
 
 
 def test_unconnected_parts_are_solved_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,14 +193,14 @@ def test_unconnected_parts_are_solved_each(monkeypatch: pytest.MonkeyPatch) -> N
     problem = Problem(costs, [(0, 1, unlike)])
     for small in (0, 10**9):
         monkeypatch.setattr(search, "SMALL", small)
-        assert solve(problem) == Solution((1, 0, 0, 1), 4.0)
+        assert solve(problem) == Solution((1, 0, 0, 1), 4.0, 4.0)
 
 
 def test_parallel_and_opposite_edges_add_up() -> None:
     forth, back = np.array([[0.0, 4.0], [1.0, 9.0]]), np.array([[5.0, 0.0], [0.0, 9.0]])
     zeros = np.zeros(2)
     problem = Problem([zeros, zeros], [(0, 1, forth), (1, 0, back), (0, 1, forth)])
-    assert solve(problem) == Solution((1, 0), 2.0)
+    assert solve(problem) == Solution((1, 0), 2.0, 2.0)
 
 
 def test_costs_that_are_all_infinite_are_an_error_of_one_sentence() -> None:
@@ -232,8 +232,23 @@ def clique(num_nodes: int, num_choices: int, seed: int) -> Problem:
     return Problem([rng.random(num_choices) for _ in range(num_nodes)], edges)
 
 
-def test_a_table_beyond_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_where_tables_do_not_fit_the_least_cost_is_enclosed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = clique(8, 6, seed)
+    best = solve(problem)
+    monkeypatch.setattr(search, "LIMIT", 2**8)
+    found = solve(problem)
+    assert found.bound < best.cost <= found.cost == total(problem, found.choices)
+    assert found.bound > 0.5 * best.cost
+
+
+def test_a_table_beyond_the_limit_is_an_error_where_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(search, "LIMIT", 2**10)
+    monkeypatch.setattr(search._Bounds, "offer", lambda *_: None)
     with pytest.raises(PlanError, match=r"tables of .* entries, more than 1\.0e\+03"):
         solve(clique(9, 8, seed=0))
 

@@ -258,6 +258,19 @@ def test_plan_and_simulate_write_pages(home: Path, plan: Plan, tmp_path: Path) -
     assert len(simulated["steps"]) == 1
 
 
+def test_a_page_says_how_good_a_plan_is_and_answers_why_not(
+    home: Path, plan: Plan, tmp_path: Path
+) -> None:
+    model = (f"{home / 'net.py'}:Net", "--input", "8x3x8x8", "--cluster", "4x10Gb")
+    asked = ("--why-not", "left=h=2", "--why-not", "left=n=4,h=2")
+    assert command("plan", *model, *asked, "--html", str(tmp_path / "plan.html")) == 0
+    data = data_of((tmp_path / "plan.html").read_text())
+    assert data["plan"]["optimality"].startswith("proven: no plan of the ")
+    (forced, table), (refused, nothing) = data["answers"]
+    assert forced.startswith("h=2") and "all" in table
+    assert "needs 8 workers" in refused and nothing == ""
+
+
 def test_report_says_where_the_page_is(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.split_text import parse_split
 from shardwise.specs.model_spec import (
     ModelSpec,
     load_model,
     parse_options,
     parse_shape,
 )
-from shardwise.specs.plan_spec import parse_split
 
 SOURCE = """
 from dataclasses import dataclass

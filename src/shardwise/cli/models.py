@@ -66,6 +66,23 @@ def plan(
     explain: Annotated[
         list[str] | None, typer.Option(metavar="LAYER", help="Show this layer's alternatives.")
     ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER=SPLIT",
+            help="Fix the split of a layer, such as conv1=h=4, and solve the rest; once per layer.",
+        ),
+    ] = None,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER=SPLIT",
+            help="Show what this split of a layer would cost, everything else solved anew.",
+        ),
+    ] = None,
+    diff: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Show what this plan file costs more.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     html: Html = None,
     json: AsJson = False,
@@ -77,31 +94,26 @@ def plan(
     Costs come from the cluster's description; --cluster takes the file that `shardwise probe`
     writes, so that they are measured.
     """
-    from shardwise.cli.tables import explain_table, trace_lines
-    from shardwise.planner.shown_plan import as_data, tables
+    from shardwise.cli.plan_questions import Questions, layer_splits
     from shardwise.report import contents, title_of, write_page
     from shardwise.specs.model_spec import parse_size
     from shardwise.specs.request import PlanRequest, planned
 
+    questions = Questions(explain or [], layer_splits(why_not), diff)
     spec, sizes = model_spec(model, shape, batch, option, num_classes), map(parse_size, size or [])
     asked = {"output": output, "inference": inference, "sizes": tuple(sizes)}
-    request = PlanRequest(spec, cluster, workers, **asked)
+    request = PlanRequest(spec, cluster, workers, **asked, pins=dict(layer_splits(pin)))
     with working(f"planning {model}"):
         found = planned(request.all_costs(), gradients, memory)
+        answers = questions.answers(found)
     if save is not None:
         found.save(save)
     if html is not None:
-        write_page(html, contents(found, title_of(model, found)))
-    console = wide_console()
+        write_page(html, contents(found, title_of(model, found), answers=answers.why_not))
     if json:
-        print(dumps(as_data(found, explain or [])))
-        return
-    for layer in explain or []:
-        console.print(explain_table(found, layer))
-    if not explain:
-        console.print(*tables(found))
-    for line in [*trace_lines(found.findings.trace), *found.idle()]:
-        console.print(line, soft_wrap=True, markup=False)
+        print(dumps(answers.data()))
+    else:
+        answers.show(wide_console())
 
 
 def simulate(

@@ -15,7 +15,7 @@ from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs
 from shardwise.planner.memory import SLACK
-from shardwise.planner.search import Problem, solve
+from shardwise.planner.search import Problem, Solution, solve
 from shardwise.plans.fitting import fit
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import handed_out
@@ -102,7 +102,7 @@ class _Appraised:
         return Prediction(tuple(rows), max(held), held)
 
     def _split(self, layer: Layer) -> Split:
-        return Split.of(layer, self.configs[layer.name], self.world)
+        return Split.of(self.costs.alike(layer), self.configs[layer.name], self.world)
 
     def _row(self, layer: Layer) -> tuple[PlannedLayer, np.ndarray]:
         """What a layer costs, and the bytes per rank of what arrives for it."""
@@ -164,7 +164,9 @@ class Planner:
         self.layers = [layer for layer in self.graph.layers if not layer.is_input]
         if not self.layers:
             raise PlanError("the model computes nothing, so there is nothing to plan")
-        most_workers({la.name: costs.of(la).configs for la in self.layers}, costs.world)
+        if not costs.pins:
+            most_workers({la.name: costs.of(la).configs for la in self.layers}, costs.world)
+        self._solved: dict[tuple[float, float], Solution] = {}
 
     @cached_property
     def _reads(self) -> list[tuple[int, int, int]]:
@@ -207,14 +209,21 @@ class Planner:
 
     def best(self, hidden: float = 0.0, price: float = 0.0) -> Plan:
         """The plan of least cost."""
-        solution = solve(self.problem(hidden, price))
-        while self._sharpen(solution.choices):
-            solution = solve(self.problem(hidden, price))
+        choices = self.solution(hidden, price).choices
         chosen = {
             layer.name: self.costs.of(layer).configs[choice]
-            for layer, choice in zip(self.layers, solution.choices, strict=True)
+            for layer, choice in zip(self.layers, choices, strict=True)
         }
         return complete(self.graph, self.costs.world, chosen)
+
+    def solution(self, hidden: float = 0.0, price: float = 0.0) -> Solution:
+        """The choices of least cost, and the bound that proves it; found out once."""
+        if (hidden, price) not in self._solved:
+            found = solve(self.problem(hidden, price))
+            while self._sharpen(found.choices):
+                found = solve(self.problem(hidden, price))
+            self._solved[hidden, price] = found
+        return self._solved[hidden, price]
 
     def _sharpen(self, choices: Sequence[int]) -> bool:
         """Makes the costs of transfers between these choices exact; whether any was too low.
@@ -230,19 +239,22 @@ class Planner:
 
     def under(self, cap: int) -> tuple[Plan, Prediction]:
         """The best plan found whose ranks hold at most so many bytes: memory gets a price."""
-        plan, prediction = self._priced(0.0)
-        if prediction.memory <= cap:
-            return plan, prediction
-        least = self.least_memory()
-        if least[1].memory > cap:
-            raise PlanError(self._does_not_fit(cap, least[1].memory))
-        best, low, high = least, 0.0, self._high_price()
-        for _ in range(20):
-            price = (low + high) / 2 if low else high / 16
-            plan, prediction = self._priced(price)
-            if prediction.memory <= cap:
-                high = price
-                best = min(best, (plan, prediction), key=lambda found: found[1].seconds)
+        low = 0.0
+        for high in self._prices:  # what layers work on has no price: a high one may need more
+            best = self._priced(high)
+            if best[1].memory <= cap:
+                break
+            low = high
+        else:
+            best = self.least_memory()
+            if best[1].memory > cap:
+                raise PlanError(self._does_not_fit(cap, best[1].memory))
+            return best
+        for _ in range(8 if low else 0):
+            price = (low * high) ** 0.5
+            found = self._priced(price)
+            if found[1].memory <= cap:
+                best, high = min(best, found, key=lambda each: each[1].seconds), price
             else:
                 low = price
         return best
@@ -251,17 +263,23 @@ class Planner:
         plan = self.best(price=price)
         return plan, predict(plan, self.costs)
 
-    def _high_price(self) -> float:
+    @cached_property
+    def high_price(self) -> float:
         """A price at which time hardly counts."""
         each = [self.costs.of(layer) for layer in self.layers]
         seconds = sum(float(costs.total.max()) for costs in each)
         return 1e3 * seconds / max(1.0, sum(float(costs.memory.min()) for costs in each))
 
+    @property
+    def _prices(self) -> list[float]:
+        """Nothing, then what hardly counts, up to what counts alone."""
+        return [0.0, *(self.high_price / 4**k for k in range(18, -1, -1))]
+
     def least_memory(self) -> tuple[Plan, Prediction]:
         """The plan that needs least memory of those found: priced, unpriced and uniform ones."""
-        high = self._high_price()
-        found = [self._priced(price) for price in (high, high / 1e3, high / 1e5, 0.0)]
-        found += list(baselines(self.costs).values())
+        found = [self._priced(price) for price in self._prices]
+        known = baselines(self.costs).values()
+        found += [rival for rival in known if self.costs.keeps_pins(rival[0].layers)]
         return min(found, key=lambda pair: pair[1].memory)
 
     def _does_not_fit(self, cap: int, least: int) -> str:
@@ -269,11 +287,13 @@ class Planner:
             f"the model does not fit: a worker may use {size(cap)}, and the least that any plan "
             f"for {self.costs.world} workers needs is {size(least)}"
         )
+        if self.costs.pins:
+            return f"{text}, with {', '.join(map(repr, self.costs.pins))} pinned"
         for workers in _doublings(self.costs.world):
             try:
                 cluster = self.costs.cluster.with_workers(workers)
                 costs = Costs(self.graph, cluster, self.costs.timer, self.costs.training)
-                found = Planner(costs).best(price=self._high_price())
+                found = Planner(costs).best(price=self.high_price)
             except ShardwiseError:  # the cluster has no room for so many, or no layer can use them
                 break
             if predict(found, costs).memory <= cap:

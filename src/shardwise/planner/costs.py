@@ -6,7 +6,8 @@ strategies declare, carried over the cluster's links. Layers that are alike shar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -51,11 +52,14 @@ class Costs:
         self.traffic = Traffic(self.network, self.training.itemsize)
         self._keys: dict[str, int] = {}
         self._kinds: dict[Hashable, int] = {}
+        self._first: dict[int, Layer] = {}  # of each kind
         self._layers: dict[Hashable, LayerCosts] = {}
         self._alone: dict[tuple[Hashable, Config], LayerCosts] = {}
         self._models: dict[Hashable, int] = {}
         self._edges: dict[Hashable, np.ndarray] = {}
+        self.pins: Mapping[str, tuple[Config, ...]] = {}  # layers with these configs only
         self.predictions: dict[Hashable, Any] = {}  # of plans, see `predict`
+        self.traces: dict[Hashable, Any] = {}  # of plans, see `Steps`
 
     @cached_property
     def sources(self) -> dict[str, list[tuple[int, Layer]]]:
@@ -72,19 +76,36 @@ class Costs:
         """The costs of a layer under all its candidates."""
         key = self.key(layer)
         if key not in self._layers:
-            configs = self.candidates.configs(layer, self.graph.batch)
+            configs = self.pins.get(layer.name) or self.candidates.configs(layer, self.graph.batch)
             self._layers[key] = self.under(layer, configs)
         return self._layers[key]
 
-    def key(self, layer: Layer) -> Hashable:
+    def key(self, layer: Layer) -> int:
         """What layers that cost the same have in common."""
         if layer.name not in self._keys:
             facts = ((k, repr(v)) for k, v in layer.facts.items() if k != "module")
             operands = tuple((o.kind, o.shape) for o in layer.operands)
             looks = layer.op, layer.shape, layer.dims, tuple(facts), operands
             looks = *looks, layer.name in self.memory.saving, layer.name in self.differentiable
+            looks = *looks, self.pins.get(layer.name)
             self._keys[layer.name] = self._kinds.setdefault(looks, len(self._kinds))
+            self._first.setdefault(self._keys[layer.name], layer)
         return self._keys[layer.name]
+
+    def alike(self, layer: Layer) -> Layer:
+        """The first layer that costs the same: of repeated blocks only one is looked at."""
+        return self._first[self.key(layer)]
+
+    def pinned(self, pins: Mapping[str, tuple[Config, ...]]) -> Costs:
+        """The same costs where these layers have these configs only; all else is shared."""
+        found = copy(self)
+        found.pins = {**self.pins, **pins}
+        found._keys = {name: key for name, key in self._keys.items() if name not in pins}
+        return found
+
+    def keeps_pins(self, configs: Mapping[str, Config]) -> bool:
+        """Whether layers that are pinned have such a config."""
+        return all(usual(self.graph[n], configs[n]) in pin for n, pin in self.pins.items())
 
     def under(self, layer: Layer, configs: tuple[Config, ...]) -> LayerCosts:
         """The costs of a layer under these configs."""

@@ -88,6 +88,8 @@ class LayerCosts:
     moved: np.ndarray  # bytes of transfer and update
     stored: np.ndarray  # bytes of weights, gradients and optimizer on the fullest rank
     saved: np.ndarray  # bytes kept for the backward pass; without one, those it works on
+    first: np.ndarray  # bytes that rank 0, which all candidates use, holds all the time
+    at_work: np.ndarray  # bytes that come and go on rank 0 as it runs, at least
     outputs: Layouts
     needs: tuple[Layouts | None, ...]  # per operand; None for weights
 
@@ -131,6 +133,8 @@ class Appraisal:
         update, summed = self._update() if trains and layer.params else (0.0 * moved, 0.0)
         sizes = [self._numels(layouts) for layouts in self.needs]
         made = self._numels(self.outputs)
+        stored, kept = parent.memory.stored(layer, sizes, made), self._kept(trains, sizes, made)
+        held = stored + kept * parent.training.gradients
         needs = [
             self._layouts(layouts, operand.shape) if operand.kind == "value" else None
             for operand, layouts in zip(layer.operands, self.needs, strict=True)
@@ -142,8 +146,10 @@ class Appraisal:
             transfer,
             update,
             moved + summed,
-            self._most([parent.memory.stored(layer, sizes, made)]),
-            self._most([self._kept(trains, sizes, made)]),
+            self._most([stored]),
+            self._most([kept]),
+            self._on_first(held),
+            self._on_first(parent.memory.working(layer, sizes, made)) * (1 + trains),
             self._layouts(self.outputs, layer.shape),
             tuple(needs),
         )
@@ -158,6 +164,10 @@ class Appraisal:
         """The most on any rank, for each config."""
         amounts = np.concatenate(parts).reshape(-1, self.parent.world)
         return amounts.max(axis=1)[self.order]
+
+    def _on_first(self, amounts: np.ndarray) -> np.ndarray:
+        """What rank 0 has, for each config."""
+        return amounts.reshape(-1, self.parent.world)[self.order, 0]
 
     @staticmethod
     def _numels(layouts: list[Layout]) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,13 @@ from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
+from shardwise.planner.optimality import Optimality, least_cost
+from shardwise.planner.pins import Pins, pinned, planned_layer
+from shardwise.planner.plan_difference import PlanDifference
 from shardwise.planner.several_sizes import for_all_sizes
 from shardwise.planner.shown_plan import as_text
-from shardwise.planner.simulate import simulate
+from shardwise.planner.simulated_steps import Steps
+from shardwise.planner.why_not import WhyNot, why_not
 from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import OUTPUTS
@@ -73,16 +79,17 @@ class Findings:
     plan: Plan
     prediction: Prediction
     trace: Trace
+    steps: Steps
+    optimality: Optimality
     rivals: dict[str, Rival] = field(default_factory=dict)
+    cap: int | None = None  # bytes that a worker may use
+    hidden: float = 0.0  # the part of the updates that a search takes to be hidden to find this
 
     def explain(self, name: str) -> list[Alternative]:
         """The alternatives for one layer with their costs, best first, as P4's Tables 2 and 3."""
         graph, costs = self.costs.graph, self.costs
-        if name not in graph or graph[name].is_input:
-            close = get_close_matches(name, [la.name for la in graph.layers], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise PlanError(f"the model has no layer {name!r} to explain{hint}")
-        layer, own = graph[name], costs.of(graph[name])
+        layer = planned_layer(graph, name, "to explain")
+        own = costs.of(layer)
         reading, onward = np.zeros((2, len(own.configs)))
         for index, source in costs.sources[name]:
             chosen = self.plan.config(source, graph)
@@ -111,6 +118,22 @@ class Findings:
         ]
         return sorted(found, key=lambda alternative: alternative.total)
 
+    def why_not(self, name: str, split: str | Config) -> WhyNot:
+        """What it would cost to give a layer this split, everything else solved anew."""
+        return why_not(self, name, split)
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """What another plan of the same model costs more; one without findings gets these costs."""
+        other.check(self.costs.graph)
+        if other.findings is not None:
+            return PlanDifference.between(self, other.findings)
+        if other.world != self.costs.world:
+            raise PlanError(
+                f"the other plan is for {other.world} workers, and this one for {self.costs.world}"
+            )
+        found = {"prediction": predict(other, self.costs), "trace": self.steps.of(other)}
+        return PlanDifference.between(self, replace(self, plan=other, **found))
+
     def text(self) -> str:
         """The plan as plain columns: splits and predicted costs, totals, and the rivals'."""
         return as_text(replace(self.plan, findings=self))
@@ -128,6 +151,7 @@ def plan(
     inference: bool = False,
     output: str = "full",
     sizes: Sequence[Any] = (),
+    pins: Pins | None = None,
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
@@ -135,7 +159,8 @@ def plan(
     caps what a worker may use ("8GiB"). With inference=True only the forward pass costs time, and
     nothing is kept for a backward pass. `output` is what `parallelize` will be given. `sizes` are
     shapes of other inputs to plan for: each gets the splits that are best for it, and what lies
-    between them those of the nearest.
+    between them those of the nearest. `pins` fixes the splits of some layers, such as
+    {"conv1": "h=4"}; the others are solved around them.
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
@@ -146,14 +171,14 @@ def plan(
     graph = _graph(model, inputs, inference, bool(sizes))
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
-    cap = machines.device.memory
-    if memory is not None:
-        cap = parse_size(memory) if isinstance(memory, str) else memory
+    memory = machines.device.memory if memory is None else memory
+    cap = parse_size(memory) if isinstance(memory, str) else memory
 
-    def costs_of(graph: LayerGraph) -> Costs:
-        return Costs(graph, machines, timer or timer_for(machines, graph), training)
-
-    return best_plan([costs_of(each) for each in of_sizes(graph, sizes)], gradients, cap)
+    each = [
+        pinned(Costs(part, machines, timer or timer_for(machines, part), training), pins or {})
+        for part in of_sizes(graph, sizes)
+    ]
+    return best_plan(each, gradients, cap)
 
 
 def _graph(
@@ -198,6 +223,19 @@ def best_plan(
     return for_all_sizes(plans, cap, fitted)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leaves out the search for cycles within: it took 3 of 5 s of planning a ResNet-152."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
 def examine(
     costs: Costs,
     gradients: Engine | str | None = None,
@@ -205,23 +243,36 @@ def examine(
     chosen: Plan | None = None,
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
-    planner, steps = Planner(costs), _Steps(costs, Engine.of(gradients))
+    began = perf_counter()
+    planner, steps = Planner(costs), Steps(costs, Engine.of(gradients))
+    found = _candidates(planner, cap) if chosen is None else [chosen]
+    bound, capped = least_cost(planner, cap)
+    seconds = perf_counter() - began
     few = costs.world <= SIMULATED
     rivals = {
         name: Rival(rival, prediction, steps.of(rival).seconds if few else 0.0)
         for name, (rival, prediction) in baselines(costs).items()
     }
-    if chosen is None:
-        candidates = _candidates(planner, cap)
-        if few:
-            fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
-            candidates += fitting
-            seconds = [steps.of(candidate).seconds for candidate in candidates]
-        else:
-            seconds = [predict(candidate, costs).seconds for candidate in candidates]
-        chosen = candidates[int(np.argmin(seconds))]
-    findings = Findings(costs, chosen, predict(chosen, costs), steps.of(chosen), rivals)
-    return replace(chosen, findings=findings)
+    if chosen is None and few:
+        found += [rival.plan for rival in rivals.values() if _allowed(rival, costs, cap)]
+    best = _fastest(found, steps, few)
+    prediction = predict(best, costs)
+    num_splits = sum(len(costs.of(layer).configs) for layer in planner.layers)
+    numbers = len(planner.layers), num_splits, seconds, len(costs.pins)
+    optimality = Optimality(prediction.seconds, bound, *numbers, cap if capped else None)
+    known = costs, best, prediction, steps.of(best), steps, optimality, rivals
+    return replace(best, findings=Findings(*known, cap, _hidden(planner, prediction)))
+
+
+def _hidden(planner: Planner, prediction: Prediction) -> float:
+    """The part of the updates under which a plan is nearest to the best one."""
+    if planner.costs.world > SIMULATED or not planner.costs.training.gradients:
+        return HIDDEN[0]
+
+    def regret(hidden: float) -> float:
+        return prediction.seconds - hidden * prediction.update - planner.solution(hidden).bound
+
+    return min(HIDDEN, key=regret)
 
 
 def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
@@ -234,17 +285,13 @@ def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
     return [planner.under(cap)[0], *fitting]
 
 
-class _Steps:
-    """The simulated steps of plans, each found out once: several ways lead to the same plan."""
+def _allowed(rival: Rival, costs: Costs, cap: int | None) -> bool:
+    fits = cap is None or rival.prediction.memory <= cap
+    return fits and costs.keeps_pins(rival.plan.layers)
 
-    def __init__(self, costs: Costs, gradients: Engine) -> None:
-        self.costs, self.gradients = costs, gradients
-        self._known: dict[Hashable, Trace] = {}
 
-    def of(self, plan: Plan) -> Trace:
-        if (key := tuple(plan.layers.items())) not in self._known:
-            costs = self.costs
-            self._known[key] = simulate(
-                plan, costs.graph, costs.cluster, costs.timer, costs.training, self.gradients
-            )
-        return self._known[key]
+def _fastest(plans: list[Plan], steps: Steps, simulated: bool) -> Plan:
+    """The plan of the shortest step; of the least cost, where steps are not simulated."""
+    if simulated:
+        return min(plans, key=lambda plan: steps.of(plan).seconds)
+    return min(plans, key=lambda plan: predict(plan, steps.costs).seconds)

@@ -5,7 +5,8 @@ with 40,176 choices in all. So bounds come first, at choices² per edge: message
 graph (sequential tree-reweighted message passing, Kolmogorov 2006) bound from below what any
 assignment with a given choice costs, and choices that cannot beat the best assignment found so far
 are dropped: nine of ten in that example, and all is done after 0.07 s. Whatever remains is
-eliminated exactly, in an order that keeps tables small, so that any graph will do.
+eliminated exactly, in an order that keeps tables small. Where even these do not fit, the best
+assignment found is the answer, with the bound that says how far it can be from the least.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Problem:
     """A vector of costs per node and a matrix of costs per edge; infinity forbids.
 
     >>> solve(Problem([np.array([0.0, 1.0]), np.array([5.0, 0.0])], [(0, 1, 9 * (1 - np.eye(2)))]))
-    Solution(choices=(1, 1), cost=1.0)
+    Solution(choices=(1, 1), cost=1.0, bound=1.0)
     """
 
     costs: Sequence[np.ndarray]  # float64 [choices] per node
@@ -55,10 +56,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """The index of the choice of every node, and what they cost together."""
+    """The index of the choice of every node, what they cost together, and the least that any do."""
 
     choices: tuple[int, ...]
     cost: float
+    bound: float  # no assignment costs less; the cost itself, but where tables did not fit
 
 
 def total(problem: Problem, choices: Sequence[int]) -> float:
@@ -72,15 +74,18 @@ def _terms(problem: Problem | _Graph, choices: Sequence[int]) -> list[float]:
 
 
 def solve(problem: Problem) -> Solution:
-    """Choices of the least total cost; no other assignment costs less."""
+    """Choices of the least total cost, or where their tables do not fit, the best ones found."""
     graph = _Graph(problem)
-    order = _prune(graph)
-    picks = _eliminate(graph.costs, graph.edges, order)
-    choices = tuple(int(alive[p]) for alive, p in zip(graph.alive, picks, strict=True))
+    bounds = _Bounds(graph)
+    order = _prune(graph, bounds)
+    if order is None:
+        least = min(bounds.lower, bounds.upper) - bounds.margin
+        return Solution(bounds.best, total(problem, bounds.best), least)
+    choices = graph.named(_eliminate(graph.costs, graph.edges, order))
     cost = total(problem, choices)
     if cost == math.inf:
         raise PlanError("every assignment of choices costs infinity: allow more of them")
-    return Solution(choices, cost)
+    return Solution(choices, cost, cost)
 
 
 class _Graph:
@@ -138,23 +143,30 @@ class _Graph:
                 shrunk |= self.keep(u, self.matrices[e].min(axis=1) < math.inf)
                 shrunk |= self.keep(v, self.matrices[e].min(axis=0) < math.inf)
 
+    def named(self, picks: Sequence[int]) -> tuple[int, ...]:
+        """Places among the choices alive, as places among all."""
+        return tuple(int(alive[p]) for alive, p in zip(self.alive, picks, strict=True))
+
     @property
     def edges(self) -> list[Edge]:
         return [(u, v, matrix) for (u, v), matrix in zip(self.ends, self.matrices, strict=True)]
 
 
-def _prune(graph: _Graph) -> list[int]:
+def _prune(graph: _Graph, bounds: _Bounds) -> list[int] | None:
     """Drop choices while that is less work than to eliminate them; the order of elimination.
 
     Sweeps go on until they have cost as much as the elimination would now, so the two together
-    cost at most about twice the better mix of them.
+    cost at most about twice the better mix of them. None: the tables do not fit, and some
+    assignment is known.
     """
-    bounds, spent, converged = _Bounds(graph), 0, False
+    spent, converged = 0, False
     while True:
         order, entries, work = _order([len(cost) for cost in graph.costs], graph.ends)
         if entries <= LIMIT and (converged or work <= max(spent, SMALL)):
             return order
         if converged and not _drop_dominated(graph):
+            if bounds.best:
+                return None
             raise PlanError(
                 f"the exact search needs tables of {entries:.1e} entries, more than {LIMIT:.1e}: "
                 "allow fewer choices per node, or connect fewer nodes"
@@ -164,10 +176,11 @@ def _prune(graph: _Graph) -> list[int]:
 
 
 class _Bounds:
-    """A cost some assignment reaches, and one that none undercuts."""
+    """A cost some assignment reaches, which that is, and a cost that none undercuts."""
 
     def __init__(self, graph: _Graph) -> None:
         self.graph, self.upper, self.lower, self.margin = graph, math.inf, -math.inf, 0.0
+        self.best: tuple[int, ...] = ()
 
     def sharpen(self) -> bool:
         """Sweep up and down, dropping what cannot be optimal; whether more of that may help."""
@@ -192,6 +205,7 @@ class _Bounds:
         terms = _terms(self.graph, picks)
         if math.fsum(terms) < self.upper:
             self.upper, self.margin = math.fsum(terms), MARGIN * math.fsum(map(abs, terms))
+            self.best = self.graph.named(picks)
 
 
 def _best_of_few(graph: _Graph, slacks: list[np.ndarray], picks: list[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import StringIO
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rich.box import HEAVY_HEAD, Box
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from shardwise.planner.best_plan import PlannedLayer, Prediction, size
 from shardwise.planner.costs import usual
+from shardwise.planner.optimality import Optimality
 from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def as_data(plan: Plan, explain: Sequence[str] = ()) -> dict[str, Any]:
         "inputs": [list(shape) for shape in plan.inputs],
         **sizes,
         **_totals(findings.prediction, findings.trace.seconds),
+        **_optimality_data(findings.optimality),
         "layers": [_layer_data(row) for row in findings.prediction.rows],
         "rivals": {
             name: {"split": rival.plan.main_split, **_totals(rival.prediction, rival.step_seconds)}
@@ -71,6 +74,15 @@ def _totals(prediction: Prediction, step_seconds: float) -> dict[str, Any]:
     }
 
 
+def _optimality_data(known: Optimality) -> dict[str, Any]:
+    return {
+        "bound_seconds": known.bound_seconds,
+        "gap": known.gap if isfinite(known.gap) else None,
+        "search_seconds": known.search_seconds,
+        "optimality": str(known),
+    }
+
+
 def _layer_data(row: PlannedLayer) -> dict[str, Any]:
     return {
         "layer": row.layer,
@@ -90,12 +102,21 @@ def _times(costs: Any) -> dict[str, float]:
 
 def as_text(plan: Plan) -> str:
     """The plan and its rivals as plain columns."""
+    return "\n".join([columns(tables(plan, box=None)), *remarks(plan)])
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What is said below the tables: how good it is, and who has nothing to do."""
+    return [str(plan.findings.optimality), *plan.idle()]
+
+
+def columns(tables: Sequence[Table]) -> str:
+    """Tables as plain text."""
     console = Console(file=StringIO(), width=1000, color_system=None, highlight=False)
     with console.capture() as captured:
-        for table in tables(plan, box=None):
+        for table in tables:
             console.print(table, "")
-    lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
-    return "\n".join([*lines, *plan.idle()])
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def tables(plan: Plan, box: Box | None = HEAVY_HEAD) -> list[Table]:

@@ -191,10 +191,12 @@ class _Compiler:
             for source in (source for op in group for source in op.operands):
                 readers.setdefault(source.name, set()).add(place)
         left = {move.source for move in self.moves.values()} | set(outputs)
-        return [
-            self._run(group, {n for n, own in readers.items() if own - {place}} | left)
-            for place, group in enumerate(groups)
-        ]
+
+        def outside(place: int) -> set[str]:
+            made = {op.result for op in groups[place]}
+            return {name for name in made if readers.get(name, set()) - {place}} | (made & left)
+
+        return [self._run(group, outside(place)) for place, group in enumerate(groups)]
 
     def _completes(self, op: Op, group: list[Op]) -> bool:
         """Whether a norm follows the one layer of a block that it normalises.
@@ -226,7 +228,7 @@ class _Compiler:
         return value
 
     def _run(self, group: list[Op], outside: set[str]) -> Run:
-        """A block, of whose values others read those `outside`."""
+        """A block, of whose values others read those that are `outside` as well."""
         made = [op.result for op in group]
         read = [s.name for op in group for s in op.operands if s.kind == "value"]
         params = [s.name for op in group for s in op.operands if self._trains((s,))]

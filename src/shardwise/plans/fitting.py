@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from math import gcd, prod
 
 import numpy as np
@@ -25,8 +26,15 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     """
     strategy = STRATEGIES[layer.op]
     limits = strategy.limits(layer, batch)
+    return _within(tuple(limits.items()), strategy.joint_channels, wanted)
+
+
+@lru_cache(maxsize=4096)
+def _within(known: tuple[tuple[str, int], ...], joint_channels: bool, wanted: Config) -> Config:
+    """The same for any layer with these limits: many layers have the same."""
+    limits = dict(known)
     degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
-    if strategy.joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
+    if joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
     moved = 1  # from space to samples
     for axis, fallback in MOVES:

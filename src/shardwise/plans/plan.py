@@ -166,9 +166,21 @@ class Plan:
 
     def explain(self, layer: str) -> Any:
         """The alternatives for one layer with their costs, best first."""
+        return self._known.explain(layer)
+
+    def why_not(self, layer: str, split: str | Config) -> Any:
+        """What it would cost to give a layer this split ("h=4"), everything else solved anew."""
+        return self._known.why_not(layer, split)
+
+    def diff(self, other: Plan) -> Any:
+        """What another plan of the same model costs more, by layer and kind of cost."""
+        return self._known.diff(other)
+
+    @property
+    def _known(self) -> Any:
         if self.findings is None:
             raise PlanError("only a plan that shardwise.plan has made or examined explains itself")
-        return self.findings.explain(layer)
+        return self.findings
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
@@ -203,6 +203,7 @@ def param_layouts(plan: Plan, *graphs: LayerGraph) -> dict[str, Layout]:
     return layouts
 
 
+@lru_cache(maxsize=4096)
 def _is_all_there(layout: Layout) -> bool:
     """Whether ranks hold the same block or disjoint ones, and every element is in one of them."""
     return layout.is_segmented and layout.owners().numels.sum() == prod(layout.shape)

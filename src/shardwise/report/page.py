@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +16,7 @@ from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.planner.costs import value_operands
 from shardwise.planner.planned import SIMULATED, Findings
 from shardwise.planner.shown_plan import as_data, notable_alternatives
+from shardwise.planner.why_not import WhyNot
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.drawing import HEIGHT, WIDTH, Drawing, draw
@@ -33,6 +34,7 @@ def contents(
     measured: Trace | None = None,
     history: History = (),
     settings: Mapping[str, Any] | None = None,
+    answers: Sequence[WhyNot] = (),
 ) -> dict[str, Any]:
     """What the page shows; a plan must have been examined, a part that is not known is left out."""
     findings: Findings | None = plan.findings if plan is not None else None
@@ -47,6 +49,7 @@ def contents(
         "version": __version__,
         "settings": [[key, _text(value)] for key, value in (settings or {}).items()],
         "plan": None if plan is None or findings is None else plan_data(plan, findings),
+        "answers": [[answer.sentence, str(answer.difference or "")] for answer in answers],
         "bars": bars(findings, traces),
         "steps": [timeline(trace, label, world) for label, trace in traces.items()],
         "memory": {

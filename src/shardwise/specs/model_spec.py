@@ -20,6 +20,7 @@ from shardwise import zoo
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
+from shardwise.units import is_count
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -192,7 +193,3 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[key] = value
     return options
-
-
-def is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) >= 1

@@ -8,10 +8,9 @@ from functools import cached_property
 from math import prod
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.geometry.grid import AXES, AXIS_NAMES
+from shardwise.geometry.split_text import parse_split
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.plans.plan import Plan
-from shardwise.specs.model_spec import is_count
 
 AUTO, OWT = "auto", "owt"  # other names of plans are files
 
@@ -67,26 +66,3 @@ class PlanSpec:
             return best()
         self.saved.check(graph)
         return self.saved
-
-
-def parse_split(text: str) -> dict[str, int]:
-    """Degrees by grid axis.
-
-    >>> parse_split("n=2,h=2")
-    {'n': 2, 'h': 2}
-    """
-    split: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, degree = (piece.strip() for piece in part.partition("="))
-        if axis not in AXES:
-            axes = ", ".join(f"{a} ({AXIS_NAMES[a]})" for a in AXES)
-            raise ShardwiseError(f"split {text!r}: {axis!r} is not an axis; the axes are {axes}")
-        if axis in split:
-            raise ShardwiseError(f"split {text!r}: axis {axis!r} is given twice")
-        if not is_count(degree):
-            raise ShardwiseError(
-                f"split {text!r}: {axis}={degree!r} must be a whole number of at least 1, "
-                f"as in n=2,h=2"
-            )
-        split[axis] = int(degree)
-    return split

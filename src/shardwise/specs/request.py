@@ -12,6 +12,7 @@ from shardwise.planner.best_plan import Planner
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
+from shardwise.planner.pins import Pins, pinned
 from shardwise.planner.planned import best_plan, examine, of_sizes
 from shardwise.planner.simulate import simulate
 from shardwise.plans.plan import Plan
@@ -36,6 +37,7 @@ class PlanRequest:
     plan: PlanSpec = field(default_factory=PlanSpec)
     inference: bool = False
     sizes: tuple[Shapes, ...] = ()  # of other inputs to plan for
+    pins: Pins = field(default_factory=dict)  # layers with a split that is fixed
 
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
@@ -54,7 +56,7 @@ class PlanRequest:
         graph = self.spec.graph(samples, not self.inference, self.inference or bool(self.sizes))
         training = Training.none(self.output) if self.inference else Training(output=self.output)
         return [
-            Costs(each, machines, timer_for(machines, each), training)
+            pinned(Costs(each, machines, timer_for(machines, each), training), self.pins)
             for each in of_sizes(graph, self.sizes)
         ]
 

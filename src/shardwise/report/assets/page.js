@@ -39,7 +39,14 @@ function theme() {
 }
 
 summary();
-if (present("plan", plan)) drawPlan();
+if (present("plan", plan)) {
+  find("#optimality").textContent = plan.optimality;
+  drawPlan();
+}
+if (present("answers", DATA.answers.length)) {
+  find("#answers .texts").replaceChildren(...DATA.answers.map(([sentence, rest]) => make("div", {},
+    make("p", {}, sentence), rest ? make("div", { class: "wide" }, make("pre", { tabindex: 0 }, rest)) : [])));
+}
 if (present("rivals", plan && Object.keys(plan.rivals).length)) drawRivals();
 if (present("bars", DATA.bars.layers.length)) drawBars();
 if (present("timeline", DATA.steps.length)) startTimeline();
