@@ -168,6 +168,8 @@ def test_space_moves_to_another_direction_where_samples_have_no_room() -> None:
     assert fit(graph["0"], Config(h=2), 2) == Config(n=2)
     assert fit(graph["0"], Config(h=4), 2) == Config(n=2, w=2)
     assert fit(graph["0"], Config(n=4), 2) == Config(n=2)
+    wide = Config(h=64, f=2, ranks=(*range(0, 128, 2), *range(1, 128, 2)))
+    assert fit(graph["0"], wide, 2).ranks == wide.ranks[:64]  # n=2 w=16 f=2
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ MOVES = (("c", "f"), ("d", "n"), ("h", "n"), ("w", "n"), ("f", "n"), ("n", ""))
 def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     """The legal config nearest to a wanted split.
 
-    What an axis cannot take moves on: input channels to filters, everything else to samples. What
-    of space finds no room there moves to another direction: rows of attention may be called depth
-    or height. What is left is dropped, so that fewer workers are used.
+    What an axis cannot take moves on: input channels to filters, everything else to samples. Where
+    these have no room, a direction that the layer does not know is another one: rows of attention
+    may be called depth or height. What is left is dropped, so that fewer workers are used.
     """
     strategy = STRATEGIES[layer.op]
     limits = strategy.limits(layer, batch)
@@ -36,13 +36,13 @@ def _within(known: tuple[tuple[str, int], ...], joint_channels: bool, wanted: Co
     degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
     if joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
-    moved = 1  # from space to samples
+    moved = 1  # to samples, from directions that the layer does not know
     for axis, fallback in MOVES:
         kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
         rest, degrees[axis] = degrees[axis] // kept, kept
         if fallback:
             degrees[fallback] *= rest
-            moved *= rest if axis in SPACE else 1
+            moved *= rest if axis in SPACE and axis not in limits else 1
         else:
             _spread(gcd(rest, moved), degrees, limits)
     return Config(**degrees, ranks=_kept_ranks(wanted, tuple(degrees.values())))  # type: ignore[arg-type]
@@ -64,6 +64,10 @@ def _kept_ranks(wanted: Config, degrees: tuple[int, ...]) -> tuple[int, ...]:
     if all(new <= old for new, old in zip(degrees, wanted.degrees, strict=True)):
         grid = np.reshape(wanted.ranks, wanted.degrees)
         return tuple(grid[tuple(map(slice, degrees))].ravel().tolist())
+    (*outer, filters, channels), (*_, held_filters, held_channels) = degrees, wanted.degrees
+    if filters <= held_filters and channels <= held_channels:  # what has weights stays with them
+        grid = np.reshape(wanted.ranks, (-1, held_filters, held_channels))
+        return tuple(grid[: prod(outer), :filters, :channels].ravel().tolist())
     return tuple(sorted(wanted.ranks))[:used]
 
 
