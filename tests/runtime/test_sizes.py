@@ -102,6 +102,34 @@ def test_a_branch_on_a_size_is_taken_as_on_one_device(shape: tuple[int, ...]) ->
         World(2).run(work)
 
 
+class Placed(nn.Module):
+    """A trained table of positions, which is resized to the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.places = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.ones(1, 4, 6, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.conv(x)
+        y = y + functional.interpolate(self.places, size=y.shape[2:], mode="bicubic")
+        return y.mean((2, 3)), y
+
+
+def test_a_table_of_positions_is_resized_to_any_image() -> None:
+    net = seeded(Placed())
+    sizes = [(2, 3, 6, 4), (1, 3, 9, 5), (2, 3, 5, 3)]  # the first is that of the table
+    graphs = ModelGraphs(net, (sizes[0],), (torch.float64,))
+    expected = {shape: passes(copy.deepcopy(net), shape) for shape in sizes}
+
+    def work(comm: Communicator, plan: Plan) -> None:
+        model = parallelize(net, plan, comm=comm, graphs=graphs)
+        for shape in sizes:
+            assert_same(passes(model, shape), expected[shape])
+
+    for plan in plans(graphs(True, (sizes[0],))):
+        World(plan.world).run(work, plan)
+
+
 def test_parts_of_another_size_are_given_with_the_shape_of_the_whole() -> None:
     net = seeded(Net())
     plan = Plan.uniform(capture(net, seeded_input(SHAPE)), h=2)

@@ -180,19 +180,25 @@ def param_layouts(plan: Plan, *graphs: LayerGraph) -> dict[str, Layout]:
 
     Blocks are those that the layers need. A tensor that is needed in overlapping parts (shared by
     layers with different configs, or split in another way for larger images), or not all of it, is
-    kept whole on all ranks that use any of it. A scalar has no block that could be empty, so every
-    rank keeps it, as all do with what nobody uses.
+    kept whole on all ranks that use any of it; one that is resized to the image is on all ranks, so
+    that images may be of any size. A scalar has no block that could be empty, so every rank keeps
+    it, as all do with what nobody uses.
     """
     uses: dict[str, list[Layout]] = {}
     layers = [layer for graph in graphs for layer in graph.layers]
-    scalars = {o.name for layer in layers for o in layer.operands if o.scalar}
+    everywhere = {
+        o.name
+        for layer in layers
+        for o in layer.operands
+        if o.scalar or STRATEGIES[layer.op].resizes
+    }
     for graph in graphs:
         for _, name, layout in _stored_needs(graph, plan):
             uses.setdefault(name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
-        if name in scalars:
+        if name in everywhere:
             layouts[name] = Layout.replicated(first.shape, plan.world)
         elif all(layout == first for layout in needed) and _is_all_there(first):
             layouts[name] = first
@@ -213,10 +219,12 @@ def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> Non
     for layer, name, layout in _stored_needs(graph, plan):
         if name in held and not layout.is_within(held[name]):
             mode = "training" if graph.training else "evaluation"
+            sizes = ", ".join("x".join(map(str, graph[each].shape)) for each in graph.inputs)
             raise PlanError(
-                f"layer {layer.name!r} of {mode} needs {name!r} split in another way than the "
-                f"plan's layers do, which hold it; use it in {mode} as in training, or give the "
-                "layers that use it a split that keeps it whole"
+                f"layer {layer.name!r} of {mode} needs {name!r} split in another way, for inputs "
+                f"of {sizes}, than the layers that the plan was made for, which hold it; use it as "
+                "they do, plan for such inputs as well, or give the layers that use it a split "
+                "that keeps it whole"
             )
 
 
