@@ -222,6 +222,8 @@ ATTENTION: Cases = {
 }
 NORMS: Cases = {
     "RMS norm": (nn.RMSNorm(8), (5, 7, 6, 8)),
+    "layer norm of a vector": (nn.LayerNorm(7), (7,)),
+    "RMS norm of a vector": (nn.RMSNorm(7), (7,)),
     "RMS norm of several": (nn.RMSNorm((6, 8), eps=1e-3), (5, 7, 6, 8)),
     "RMS norm of all": (nn.RMSNorm((3, 6, 8), elementwise_affine=False), (3, 6, 8)),
     "group norm without space": (nn.GroupNorm(3, 9), (5, 9)),

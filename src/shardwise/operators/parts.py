@@ -153,6 +153,7 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: _stack,
     aten.repeat.default: _repeat,
     aten.rot90.default: _rot90,
+    aten.trace.default: lambda x: x.diagonal().sum(),
     aten.any.default: _any,
     aten.all.default: _all,
     aten.count_nonzero.default: _count_nonzero,
