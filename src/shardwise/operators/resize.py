@@ -59,7 +59,6 @@ class Interpolate(Strategy):
 
     keeps_inputs, draws = False, False
     as_called = True
-    resizes = True
 
     def read(self, call: Call) -> Request | None:
         x = call.x.meta["val"]

@@ -110,7 +110,6 @@ class Strategy:
     part_of_layer = False  # a step before the layer that a module stands for
     as_called = False  # runs the ATen call itself
     shapes_only = False  # reads nothing of its operands but their shapes
-    resizes = False  # to any size: what a part needs of a weight differs from image to image
 
     def __init_subclass__(cls) -> None:
         for name in ("output", "partial", "needs", "sums"):

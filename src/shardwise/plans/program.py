@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
-from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.graph.layer_graph import Layer, LayerGraph, Operand
 from shardwise.operators import STRATEGIES, Local, Need, Split, Strategy
 from shardwise.plans.plan import Plan
 
@@ -180,25 +180,19 @@ def param_layouts(plan: Plan, *graphs: LayerGraph) -> dict[str, Layout]:
 
     Blocks are those that the layers need. A tensor that is needed in overlapping parts (shared by
     layers with different configs, or split in another way for larger images), or not all of it, is
-    kept whole on all ranks that use any of it; one that is resized to the image is on all ranks, so
-    that images may be of any size. A scalar has no block that could be empty, so every rank keeps
-    it, as all do with what nobody uses.
+    kept whole on all ranks that use any of it. A scalar has no block that could be empty, so every
+    rank keeps it, as all do with what nobody uses.
     """
     uses: dict[str, list[Layout]] = {}
     layers = [layer for graph in graphs for layer in graph.layers]
-    everywhere = {
-        o.name
-        for layer in layers
-        for o in layer.operands
-        if o.scalar or STRATEGIES[layer.op].resizes
-    }
+    scalars = {o.name for layer in layers for o in layer.operands if o.scalar}
     for graph in graphs:
-        for _, name, layout in _stored_needs(graph, plan):
-            uses.setdefault(name, []).append(layout)
+        for _, operand, layout in stored_needs(graph, plan):
+            uses.setdefault(operand.name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
-        if name in everywhere:
+        if name in scalars:
             layouts[name] = Layout.replicated(first.shape, plan.world)
         elif all(layout == first for layout in needed) and _is_all_there(first):
             layouts[name] = first
@@ -216,7 +210,8 @@ def _is_all_there(layout: Layout) -> bool:
 
 def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> None:
     """Raises where a rank would need a part of a stored tensor that it does not hold."""
-    for layer, name, layout in _stored_needs(graph, plan):
+    for layer, operand, layout in stored_needs(graph, plan):
+        name = operand.name
         if name in held and not layout.is_within(held[name]):
             mode = "training" if graph.training else "evaluation"
             sizes = ", ".join("x".join(map(str, graph[each].shape)) for each in graph.inputs)
@@ -228,7 +223,7 @@ def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> Non
             )
 
 
-def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, Layout]]:
+def stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, Operand, Layout]]:
     """Every use of a stored tensor: by which layer, and which part each rank needs."""
     configs = plan.configs(graph)
     for layer in graph.layers:
@@ -236,4 +231,4 @@ def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, L
         needs = STRATEGIES[layer.op].needs(split)
         for operand, need in zip(layer.operands, needs, strict=True):
             if operand.kind in ("param", "buffer"):
-                yield layer, operand.name, need.layout
+                yield layer, operand, need.layout
