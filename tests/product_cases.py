@@ -84,6 +84,20 @@ class Equations(nn.Module):
         )
 
 
+class Numbers(nn.Module):
+    """Products that end in one number, and those of diagonals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.column = parameter(6, 6), parameter(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("bchw,bchw->", x, x.sin()) + torch.einsum("ii", self.square)
+        y = y + torch.dot(self.column, self.column) * torch.vdot(self.column, self.square[0])
+        y = y + self.column @ self.square[:, 1] + torch.einsum("...w,w->", x, self.column)
+        return y * torch.einsum("bccw->bcw", x) + torch.einsum("b c h w -> ", x)
+
+
 class Pairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +159,8 @@ class Norms(nn.Module):
         y = y + torch.linalg.vector_norm(x, 1, (0, 2, 3))[:, None, None] + x.norm()
         y = y * torch.linalg.vector_norm(x, float("inf"), (2,), keepdim=True)
         nought = torch.linalg.vector_norm(x * 0, dim=(2, 3), keepdim=True)
+        y = y + torch.linalg.vector_norm(x.float(), dim=1, keepdim=True, dtype=x.dtype)
+        y = y + torch.linalg.matrix_norm(x, 1)[..., None, None] * x.dist(x.flip(2))
         return y + torch.linalg.matrix_norm(x)[..., None, None] + nought
 
 
@@ -182,6 +198,7 @@ PRODUCTS: Cases = {
     "matrices": (Matrices(), (5, 6)),
     "batches of matrices": (Batches(), (3, 5, 6)),
     "equations": (Equations(), (3, 4, 5, 6)),
+    "products that are numbers": (Numbers(), (3, 5, 5, 6)),
     "bilinear": (Pairs(), (3, 5, 9)),
 }
 ATTENTION: Cases = {
@@ -205,6 +222,8 @@ ATTENTION: Cases = {
 }
 NORMS: Cases = {
     "RMS norm": (nn.RMSNorm(8), (5, 7, 6, 8)),
+    "layer norm of a vector": (nn.LayerNorm(7), (7,)),
+    "RMS norm of a vector": (nn.RMSNorm(7), (7,)),
     "RMS norm of several": (nn.RMSNorm((6, 8), eps=1e-3), (5, 7, 6, 8)),
     "RMS norm of all": (nn.RMSNorm((3, 6, 8), elementwise_affine=False), (3, 6, 8)),
     "group norm without space": (nn.GroupNorm(3, 9), (5, 9)),

@@ -107,6 +107,7 @@ def rolled(x: Tensor) -> Tensor:
 def triangles(x: Tensor) -> Tensor:
     y = x.tril(1) * x + x.triu(-2)
     diagonal = x.diagonal(1, 2, 3) * x.diagonal(-1, 3, 1).sum(-1, keepdim=True)[:, :1].mean()
+    y = y + x[0, 0].trace()
     return y.sum(1) + torch.diag_embed(diagonal.mean(1)).sum((1, 2))[:, None, None]
 
 
@@ -117,6 +118,16 @@ def written(x: Tensor) -> Tensor:
     y[..., ::2] += 1
     y[:, [0, 5], 1:] = x[:, 2:4, :-1]
     return y.index_fill(1, torch.tensor([6]), 0.5)
+
+
+def written_by_masks(x: Tensor, w: Tensor, row: Tensor) -> Tensor:
+    """The same numbers wherever a mask is true, of all dimensions or some."""
+    y, z = x * 2, x.permute(0, 2, 3, 1) * 3
+    y[x > 0.3] = 0.5
+    y[:, 0][x[:, 0] < 0] = w.sum()
+    y[:, x[0, :, 0, 0] > 0] = w
+    z[x[:, 1] > 0] = row
+    return y + z.permute(0, 3, 1, 2)
 
 
 def windows(x: Tensor) -> Tensor:
@@ -297,6 +308,7 @@ SHAPES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "rolled": (Apply(rolled), (3, 8, 5, 5)),
     "triangles": (Apply(triangles), (3, 8, 5, 6)),
     "scattered": (Apply(written), (3, 8, 5, 4)),
+    "written by masks": (Apply(written_by_masks, (1,), (8,)), (3, 8, 5, 4)),
     "windows": (Apply(windows), (3, 8, 5, 4)),
     "pixels": (Apply(pixels), (3, 4, 6, 10)),
     "running": (Apply(running), (3, 8, 5, 4)),

@@ -95,7 +95,7 @@ def test_norms_sum_two_numbers_per_group_only_where_a_group_spans_ranks() -> Non
 
 def test_every_operator_of_the_graph_has_a_strategy() -> None:
     graphs = [capture(m.double(), torch.zeros(s).double()) for m, s in OPERATORS.values()]
-    assert {layer.op for graph in graphs for layer in graph.layers} == set(STRATEGIES)
+    assert {layer.op for graph in graphs for layer in graph.layers} == set(STRATEGIES) - {"stored"}
 
 
 @pytest.mark.parametrize("weighted", [True, False])

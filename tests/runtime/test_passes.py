@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from exactness import assert_exact, seeded, seeded_input
-from shardwise import Config, Plan, PlanError, capture, parallelize
+from shardwise import Config, Plan, capture, parallelize
 from shardwise.comm import Communicator
 from shardwise.comm.in_process import World
 from shardwise.errors import ShardwiseError
@@ -104,17 +104,23 @@ class Crossed(nn.Module):
         return nn.functional.linear(x, weight)
 
 
-def test_a_part_of_a_parameter_that_a_rank_does_not_hold_is_named() -> None:
+def test_a_part_of_a_parameter_that_a_rank_does_not_hold_is_moved() -> None:
     plain, x = seeded(Crossed()), seeded_input((4, 4))
+    expected = plain.eval()(x)
+    expected.square().sum().backward()
 
-    def work(comm: Communicator) -> str:
-        model = parallelize(plain, Plan.uniform(capture(plain, x), f=2), comm=comm).eval()
-        with pytest.raises(PlanError) as refused:
-            model(x)
-        return str(refused.value)
+    def work(comm: Communicator, split: dict[str, int]) -> Any:
+        plan = Plan.uniform(capture(plain, x), **split)
+        model: Any = parallelize(plain, plan, comm=comm).eval()
+        y = model(x)
+        model.zero_grad()
+        y.square().sum().backward()
+        return y.detach(), model.full_gradients()["weight"]
 
-    for refusal in World(2).run(work):
-        assert refusal.startswith("layer 'flip' of evaluation needs 'weight' split in another way")
+    for split in ({"f": 2}, {"c": 2}):
+        for y, gradient in World(2).run(work, split):
+            close(y, expected)
+            close(gradient, plain.weight.grad)  # type: ignore[arg-type]
 
 
 class Spaced(nn.Module):

@@ -102,6 +102,37 @@ def test_a_branch_on_a_size_is_taken_as_on_one_device(shape: tuple[int, ...]) ->
         World(2).run(work)
 
 
+class Placed(nn.Module):
+    """Trained tables of positions, which are resized to the image, or cut to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.places = nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.ones(1, 4, 6, 4))
+        self.most = nn.Parameter(torch.ones(4, 9, 7))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.conv(x)
+        y = y + functional.interpolate(self.places, size=y.shape[2:], mode="bicubic")
+        y = y * self.most[:, : y.shape[2], : y.shape[3]]
+        return y.mean((2, 3)), y
+
+
+@pytest.mark.parametrize("first", [(2, 3, 6, 4), (2, 3, 9, 7)])  # those of the tables
+def test_a_table_of_positions_is_for_images_of_any_size(first: tuple[int, ...]) -> None:
+    net = seeded(Placed())
+    sizes = [first, (1, 3, 9, 5), (2, 3, 5, 3), (1, 3, 9, 7)]
+    graphs = ModelGraphs(net, (sizes[0],), (torch.float64,))
+    expected = {shape: passes(copy.deepcopy(net), shape) for shape in sizes}
+
+    def work(comm: Communicator, plan: Plan) -> None:
+        model = parallelize(net, plan, comm=comm, graphs=graphs)
+        for shape in sizes:
+            assert_same(passes(model, shape), expected[shape])
+
+    for plan in plans(graphs(True, (sizes[0],))):
+        World(plan.world).run(work, plan)
+
+
 def test_parts_of_another_size_are_given_with_the_shape_of_the_whole() -> None:
     net = seeded(Net())
     plan = Plan.uniform(capture(net, seeded_input(SHAPE)), h=2)
@@ -181,7 +212,7 @@ def test_many_sizes_in_a_row_leave_nothing_behind() -> None:
 
     def count(kind: type) -> int:
         gc.collect()
-        return sum(type(each) is kind for each in gc.get_objects())
+        return sum(type(each) is kind for each in gc.get_objects())  # a proxy may be of nothing
 
     def work(comm: Communicator) -> list[int]:
         model = parallelize(net, plan, comm=comm)

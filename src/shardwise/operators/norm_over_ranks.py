@@ -41,7 +41,7 @@ class Grouping:
     def project(self, x: torch.Tensor) -> torch.Tensor:
         sums = x.double()
         if self.dims:  # else torch would sum over all
-            sums = x.sum(self.dims, keepdim=True, dtype=torch.float64).flatten(1)
+            sums = _as_matrix(x.sum(self.dims, keepdim=True, dtype=torch.float64))
         return sums if self.groups is None else sums @ self.groups
 
     def expand(self, stats: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Grouping:
         if self.dims:
             values = x.to(precise(x.dtype))
             var, mean = torch.var_mean(values, self.dims, correction=0, keepdim=True)
-            mean, var = mean.double().flatten(1), var.double().flatten(1)
+            mean, var = _as_matrix(mean.double()), _as_matrix(var.double())
         sums = torch.stack([mean * count, (var + mean * mean) * count])
         return sums if self.groups is None else sums @ self.groups
 
@@ -78,6 +78,11 @@ class Grouping:
         if x.numel():
             sums[1] = self.project((x - self.expand(mean)).square())
         return sums
+
+
+def _as_matrix(sums: torch.Tensor) -> torch.Tensor:
+    """One row for each index of the first dimension; all is one group where there is no other."""
+    return sums.flatten(1) if sums.ndim > 1 else sums[None]
 
 
 def statistics(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardwise.operators.calls import aten_name
+from shardwise.operators.notation import einsum_notation
 from shardwise.operators.pointwise import is_called_pointwise
 from shardwise.operators.strategy import READERS
 
@@ -100,10 +102,58 @@ def _nansum(
     return x.masked_fill(x.isnan(), 0).sum(dim, keepdim, dtype=dtype)
 
 
+def _einsum(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Any:
+    """Where a product ends in one number, its last sum apart; diagonals as torch takes them."""
+    notation = einsum_notation(equation, [tuple(tensor.shape) for tensor in tensors])
+    if notation is None:
+        return aten.einsum.default.decompose(equation, tensors, path=path)
+    if notation.result or not notation.terms[0]:
+        return NotImplemented
+    left = equation.replace(" ", "").partition("->")[0]
+    each = torch.einsum(f"{left}->{left.partition(',')[0]}", _wide(*tensors))
+    return each.sum(dtype=each.dtype).to(tensors[0].dtype)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    a, b = _wide(x, y)
+    return (a * b).sum(dtype=a.dtype).to(x.dtype)
+
+
+def _matmul(x: Tensor, y: Tensor) -> Any:
+    return _dot(x, y) if x.ndim == y.ndim == 1 else NotImplemented
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Factors whose products are added: torch rounds these sums to 16 bits, but not products."""
+    narrow = torch.bfloat16, torch.float16
+    return [tensor.float() if tensor.dtype in narrow else tensor for tensor in tensors]
+
+
+def _vector_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if dtype is None:
+        return NotImplemented
+    return torch.linalg.vector_norm(x.to(dtype), ord, dim, keepdim)
+
+
+def _matrix_norm(x: Tensor, ord: Any, *args: Any, **kwargs: Any) -> Any:
+    """Largest or smallest sums of rows or columns; others need matrices whole."""
+    if ord not in (1, -1, inf, -inf):
+        return NotImplemented
+    return aten.linalg_matrix_norm.default.decompose(x, ord, *args, **kwargs)
+
+
 PARTS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: _stack,
     aten.repeat.default: _repeat,
     aten.rot90.default: _rot90,
+    aten.trace.default: lambda x: x.diagonal().sum(),
     aten.any.default: _any,
     aten.all.default: _all,
     aten.count_nonzero.default: _count_nonzero,
@@ -111,6 +161,16 @@ PARTS: dict[Any, Callable[..., Any]] = {
     aten.nansum.default: _nansum,
     aten.cross_entropy_loss.default: partial(_loss_of_classes, aten.cross_entropy_loss.default),
     aten.nll_loss_nd.default: partial(_loss_of_classes, aten.nll_loss_nd.default),
+}
+# The same where torch.autocast, if it is on, leaves their types alone.
+TYPED_PARTS: dict[Any, Callable[..., Any]] = {
+    aten.einsum.default: _einsum,
+    aten.dot.default: _dot,
+    aten.vdot.default: lambda x, y: _dot(x.conj(), y),
+    aten.matmul.default: _matmul,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.linalg_matrix_norm.default: _matrix_norm,
+    aten.dist.default: lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
 }
 LOSSES = """
     mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
@@ -140,7 +200,8 @@ def _is_plain(op: Any) -> bool:
 def table() -> dict[Any, Callable[..., Any]]:
     """What computes each operator that is made of others, as torch's exporter wants it."""
     found = {op: partial(_as_torch_does, op) for op in _composites() if _is_unknown(op)}
-    return found | PARTS
+    typed = {op: partial(_unless_cast, op, parts) for op, parts in TYPED_PARTS.items()}
+    return found | PARTS | typed
 
 
 def _is_unknown(op: Any) -> bool:
@@ -160,9 +221,13 @@ def is_known(node: fx.Node) -> bool:
 
 
 def _as_torch_does(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return _unless_cast(op, op.decompose, *args, **kwargs)
+
+
+def _unless_cast(op: Any, parts: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if any(_casts(op, kind) for kind in ("cpu", "cuda")):
         return NotImplemented
-    return op.decompose(*args, **kwargs)
+    return parts(*args, **kwargs)
 
 
 def _casts(op: Any, kind: str) -> bool:

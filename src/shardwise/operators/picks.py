@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.operators.calls import Call, Request
-from shardwise.operators.follow import Follow, Follows, Read, all_of, follow
+from shardwise.operators.follow import Follow, Follows, Read, all_of, follow, same
 from shardwise.operators.strategy import operator
 
 
@@ -103,7 +103,7 @@ def _put(call: Call) -> Request | None:
     """What is written is broadcast against what these places would find."""
     found = _places(call)
     if found is None:
-        return None
+        return _masked(call)
     given, start, rank = found
     left = [dim for dim, places in enumerate(given) if places is None]
     x: Follows = tuple(dim if dim in left else None for dim in range(len(given)))
@@ -121,6 +121,22 @@ def _put(call: Call) -> Request | None:
     roles = [(call["self"], x), (values, written)]
     roles += [(places, all_of(call, places)) for places in given if places is not None]
     return follow(call, roles, call.model.labels_of(call["self"]))
+
+
+def _masked(call: Call) -> Request | None:
+    """A mask stands for dimensions of x; what is written is the same wherever it is true."""
+    x, values = call.pick("self", "values")
+    used = [(dim, mask) for dim, mask in enumerate(call["indices"]) if mask is not None]
+    if len(used) != 1 or used[0][1].meta["val"].dtype is not torch.bool:
+        return None
+    start, mask = used[0]
+    rank, stop = len(call.shape(x)), start + mask.meta["val"].ndim
+    places: Follows = tuple(range(start, stop)) or (None,)
+    if values.meta["val"].ndim > rank - stop:  # other numbers at every place
+        return None
+    roles = [(x, tuple(range(rank))), (mask, places)]
+    roles.append((values, same(call, values) if values.meta["val"].ndim else (None,)))
+    return follow(call, roles, call.model.labels_of(x))
 
 
 # -- tables ----------------------------------------------------------------------------------------

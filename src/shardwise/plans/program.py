@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.geometry.box import Box
 from shardwise.geometry.layout import Layout
 from shardwise.geometry.transfer import Transfer
-from shardwise.graph.layer_graph import Layer, LayerGraph
+from shardwise.graph.layer_graph import Layer, LayerGraph, Operand
 from shardwise.operators import STRATEGIES, Local, Need, Split, Strategy
 from shardwise.plans.plan import Plan
 
@@ -187,8 +187,8 @@ def param_layouts(plan: Plan, *graphs: LayerGraph) -> dict[str, Layout]:
     layers = [layer for graph in graphs for layer in graph.layers]
     scalars = {o.name for layer in layers for o in layer.operands if o.scalar}
     for graph in graphs:
-        for _, name, layout in _stored_needs(graph, plan):
-            uses.setdefault(name, []).append(layout)
+        for _, operand, layout in stored_needs(graph, plan):
+            uses.setdefault(operand.name, []).append(layout)
     layouts = {}
     for name, needed in uses.items():
         first = needed[0]
@@ -211,17 +211,20 @@ def _is_all_there(layout: Layout) -> bool:
 
 def check_held(graph: LayerGraph, plan: Plan, held: Mapping[str, Layout]) -> None:
     """Raises where a rank would need a part of a stored tensor that it does not hold."""
-    for layer, name, layout in _stored_needs(graph, plan):
+    for layer, operand, layout in stored_needs(graph, plan):
+        name = operand.name
         if name in held and not layout.is_within(held[name]):
             mode = "training" if graph.training else "evaluation"
+            sizes = ", ".join("x".join(map(str, graph[each].shape)) for each in graph.inputs)
             raise PlanError(
-                f"layer {layer.name!r} of {mode} needs {name!r} split in another way than the "
-                f"plan's layers do, which hold it; use it in {mode} as in training, or give the "
-                "layers that use it a split that keeps it whole"
+                f"layer {layer.name!r} of {mode} needs {name!r} split in another way, for inputs "
+                f"of {sizes}, than the layers that the plan was made for, which hold it; use it as "
+                "they do, plan for such inputs as well, or give the layers that use it a split "
+                "that keeps it whole"
             )
 
 
-def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, Layout]]:
+def stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, Operand, Layout]]:
     """Every use of a stored tensor: by which layer, and which part each rank needs."""
     configs = plan.configs(graph)
     for layer in graph.layers:
@@ -229,4 +232,4 @@ def _stored_needs(graph: LayerGraph, plan: Plan) -> Iterator[tuple[Layer, str, L
         needs = STRATEGIES[layer.op].needs(split)
         for operand, need in zip(layer.operands, needs, strict=True):
             if operand.kind in ("param", "buffer"):
-                yield layer, operand.name, need.layout
+                yield layer, operand, need.layout

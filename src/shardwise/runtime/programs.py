@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from shardwise.comm import Communicator
 from shardwise.geometry.layout import Layout
 from shardwise.graph.layer_graph import LayerGraph
@@ -14,6 +16,7 @@ from shardwise.model.attributes import Attributes, Looks
 from shardwise.model.capture import Graphs, Kinds, ModelGraphs
 from shardwise.model.torch_export import Sizes
 from shardwise.plans.compile import compile_program
+from shardwise.plans.moved_weights import with_moved_weights
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import check_held
 from shardwise.runtime.bound import Bound
@@ -86,6 +89,7 @@ class Programs:
     def _bind(
         self, graph: LayerGraph, trainable: frozenset[str], whole: bool, gradient: bool
     ) -> Bound:
+        graph = with_moved_weights(graph, self.plan, self.layouts, self._dtype)
         check_held(graph, self.plan, self.layouts)
         # Blocks stay where the plan's graph put them; what it does not know, every rank has.
         stored = (o for layer in graph.layers for o in layer.operands)
@@ -97,3 +101,8 @@ class Programs:
         how = (trainable, whole, gradient, {**others, **self.layouts})
         program = compile_program(graph, self.plan, self.comm.rank, *how)
         return Bound(program, graph, self.comm, self._modules)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Of a parameter."""
+        path, _, leaf = name.rpartition(".")
+        return getattr(self._modules[path], leaf).dtype
