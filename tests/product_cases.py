@@ -159,7 +159,7 @@ class Norms(nn.Module):
         y = y + torch.linalg.vector_norm(x, 1, (0, 2, 3))[:, None, None] + x.norm()
         y = y * torch.linalg.vector_norm(x, float("inf"), (2,), keepdim=True)
         nought = torch.linalg.vector_norm(x * 0, dim=(2, 3), keepdim=True)
-        y = y + torch.linalg.vector_norm(x.float(), dim=1, keepdim=True, dtype=x.dtype)
+        y = y + torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64).to(x.dtype)
         y = y + torch.linalg.matrix_norm(x, 1)[..., None, None] * x.dist(x.flip(2))
         return y + torch.linalg.matrix_norm(x)[..., None, None] + nought
 

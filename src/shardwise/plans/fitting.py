@@ -21,7 +21,7 @@ def fit(layer: Layer, wanted: Config, batch: int) -> Config:
     """The legal config nearest to a wanted split.
 
     What an axis cannot take moves on: input channels to filters, everything else to samples. Where
-    these have no room, a direction that the layer does not know is another one: rows of attention
+    these have no room, a direction that the layer does not have is another one: rows of attention
     may be called depth or height. What is left is dropped, so that fewer workers are used.
     """
     strategy = STRATEGIES[layer.op]
@@ -36,13 +36,13 @@ def _within(known: tuple[tuple[str, int], ...], joint_channels: bool, wanted: Co
     degrees: dict[str, int] = dict(zip(AXES, wanted.degrees, strict=True))
     if joint_channels and "f" in limits and degrees["f"] * degrees["c"] > limits["f"]:
         degrees["f"], degrees["c"] = degrees["f"] * degrees["c"], 1
-    moved = 1  # to samples, from directions that the layer does not know
+    moved = 1  # to samples, from directions that the layer does not have
     for axis, fallback in MOVES:
         kept = _largest_divisor(degrees[axis], limits.get(axis, 1))
         rest, degrees[axis] = degrees[axis] // kept, kept
         if fallback:
             degrees[fallback] *= rest
-            moved *= rest if axis in SPACE and axis not in limits else 1
+            moved *= rest if axis in SPACE and limits.get(axis, 1) == 1 else 1
         else:
             _spread(gcd(rest, moved), degrees, limits)
     return Config(**degrees, ranks=_kept_ranks(wanted, tuple(degrees.values())))  # type: ignore[arg-type]
@@ -64,11 +64,16 @@ def _kept_ranks(wanted: Config, degrees: tuple[int, ...]) -> tuple[int, ...]:
     if all(new <= old for new, old in zip(degrees, wanted.degrees, strict=True)):
         grid = np.reshape(wanted.ranks, wanted.degrees)
         return tuple(grid[tuple(map(slice, degrees))].ravel().tolist())
-    (*outer, filters, channels), (*_, held_filters, held_channels) = degrees, wanted.degrees
-    if filters <= held_filters and channels <= held_channels:  # what has weights stays with them
-        grid = np.reshape(wanted.ranks, (-1, held_filters, held_channels))
-        return tuple(grid[: prod(outer), :filters, :channels].ravel().tolist())
+    merged, held = (_weights_apart(each) for each in (degrees, wanted.degrees))
+    if all(new <= old for new, old in zip(merged, held, strict=True)):
+        grid = np.reshape(wanted.ranks, held)
+        return tuple(grid[tuple(map(slice, merged))].ravel().tolist())
     return tuple(sorted(wanted.ranks))[:used]
+
+
+def _weights_apart(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """The degrees of filters and channels, before them that of all others together."""
+    return (prod(degrees[:-2]), *degrees[-2:])
 
 
 def _largest_divisor(number: int, limit: int) -> int:
