@@ -12,6 +12,7 @@ import shardwise
 from shardwise.kernels import native, tuner
 from shardwise.kernels.conv_shape import ConvShape
 from shardwise.kernels.dispatch import KernelChoice, kernels_for
+from shardwise.kernels.ops import STOCK_OF
 from shardwise.kernels.tuner import Tuner, Winners
 
 SHAPE = ConvShape((2, 4, 9, 9), (8, 4, 3, 3), padding=(1, 1))
@@ -179,8 +180,14 @@ def test_convolutions_are_timed_while_tuning() -> None:
     assert tuner.tuner().winners.times(SHAPE, "fwd")
 
 
-def test_convolutions_of_other_dimensions_are_the_stock_ones() -> None:
-    x, w = torch.randn(2, 4, 5, 5, 5), torch.randn(8, 4, 3, 3, 3)
+@needs_library
+@pytest.mark.parametrize("num_dims", [1, 3])
+def test_lines_and_volumes_are_timed_too(num_dims: int) -> None:
+    x, w = torch.randn(2, 4, *[5] * num_dims), torch.randn(8, 4, *[3] * num_dims)
+    ones = [1] * num_dims
     with tuner.tuning():
-        y = tuner.convolution(x, w, None, [1] * 3, [1] * 3, [1] * 3, 1)
-    torch.testing.assert_close(y, torch.nn.functional.conv3d(x, w, None, 1, 1))
+        y = tuner.convolution(x, w, None, ones, ones, ones, 1)
+    torch.testing.assert_close(y, STOCK_OF[w.ndim](x, w, None, 1, 1), rtol=1e-4, atol=1e-4)
+    shape = ConvShape(tuple(x.shape), tuple(w.shape), padding=tuple(ones))
+    times = tuner.tuner().winners.times(shape, "dw")
+    assert times.keys() >= {"stock", "base", "convgemm_trans"}

@@ -150,7 +150,7 @@ def random_tensors(shape: ConvShape) -> tuple[torch.Tensor, torch.Tensor, torch.
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, shape.dtype)
     sizes = ((shape.x, shape.last), (shape.w, shape.filter_last), (shape.out, shape.last))
     x, w, dy = (
-        torch.empty(size, dtype=dtype, memory_format=memory_format(last)).normal_(
+        torch.empty(size, dtype=dtype, memory_format=memory_format(last, len(size))).normal_(
             generator=generator
         )
         for size, last in sizes
@@ -236,14 +236,12 @@ def convolution(
 ) -> torch.Tensor:
     """PyTorch's own convolution; inside `tuning`, by the fastest kernels for its shape.
 
-    x, w: any number of spatial dimensions; only two have kernels of ours. What is on disk counts
-    only inside `tuning`: other numbers than PyTorch's must be asked for.
+    What is on disk counts only inside `tuning`: other numbers than PyTorch's must be asked for.
     """
-    if _tuning and x.ndim == 4:
+    if _tuning:
         how = (tuple(stride), tuple(padding), tuple(dilation), groups)
-        shape = shape_of(x, w, *how)  # type: ignore[arg-type]
+        shape = shape_of(x, w, *how)
         choice = KernelChoice() if shape is None else tuner().tune(shape)
         if not choice.stock:
-            return convolve(x, w, bias, how, choice, False)  # type: ignore[arg-type]
-    zeros = [0] * (x.ndim - 2)
-    return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
+            return convolve(x, w, bias, how, choice, False)
+    return torch.convolution(x, w, bias, stride, padding, dilation, False, [0], groups)
