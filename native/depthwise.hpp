@@ -13,8 +13,8 @@ template <class Work> inline void each_planar_tap(const Problem& g, Work work) {
     for (i64 y = 0; y < g.pixels(); y += g.q, next_line(g, at))
         for (i64 i = 0; i < g.taps(); i++) {
             const Shift& tap = taps[i];
-            const i64 line = line_of(g, at, tap);
-            const Span ok = inside(0, g.q, g.stride_w, tap.right, g.w);
+            const i64 line = line_of(g, corner_of(g, at), tap);
+            const Span ok = tap.columns;
             if (line >= 0 && ok.begin < ok.end)
                 work(line * g.w + ok.begin * g.stride_w + tap.right, y + ok.begin, i,
                      ok.end - ok.begin);
@@ -25,11 +25,13 @@ template <class Work> inline void each_planar_tap(const Problem& g, Work work) {
 template <class Work> inline void each_tap(const Problem& g, Work work) {
     const std::vector<Shift> taps = shifts_of(g);
     Pixel at = {};
-    for (i64 y = 0; y < g.pixels(); y++, next_pixel(g, at))
+    for (i64 y = 0; y < g.pixels(); y++, next_pixel(g, at)) {
+        const Pixel corner = corner_of(g, at);
         for (i64 i = 0; i < g.taps(); i++) {
-            const i64 in = input_of(g, at, taps[i]);
+            const i64 in = input_of(g, corner, taps[i]);
             if (in >= 0) work(in, y, i);
         }
+    }
 }
 
 template <class T>

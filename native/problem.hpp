@@ -66,36 +66,6 @@ inline void next_pixel(const Problem& g, Pixel& at) {  // a division costs as mu
     if (++at.column == g.q) next_line(g, at);
 }
 
-// How far from where its window begins a tap reads.
-struct Shift {
-    i64 deep, down, right;
-};
-
-inline Shift shift_of(const Problem& g, i64 index) {  // index = (t, r, s)
-    return {index / (g.r * g.s) * g.dilation_d - g.pad_d,
-            index / g.s % g.r * g.dilation_h - g.pad_h, index % g.s * g.dilation_w - g.pad_w};
-}
-
-inline std::vector<Shift> shifts_of(const Problem& g) {  // finding one takes several divisions
-    std::vector<Shift> taps;
-    for (i64 i = 0; i < g.taps(); i++) taps.push_back(shift_of(g, i));
-    return taps;
-}
-
-inline bool within(i64 at, i64 size) { return (std::uint64_t)at < (std::uint64_t)size; }
-
-// The line of an image, of d * h, that a tap of an output's window reads; -1 where it is padding.
-inline i64 line_of(const Problem& g, const Pixel& at, const Shift& tap) {
-    const i64 slice = at.slice * g.stride_d + tap.deep, row = at.row * g.stride_h + tap.down;
-    return within(slice, g.d) && within(row, g.h) ? slice * g.h + row : -1;
-}
-
-// The same for one element, of d * h * w.
-inline i64 input_of(const Problem& g, const Pixel& at, const Shift& tap) {
-    const i64 line = line_of(g, at, tap), column = at.column * g.stride_w + tap.right;
-    return line >= 0 && within(column, g.w) ? line * g.w + column : -1;
-}
-
 struct Span {
     i64 begin, end;
 };
@@ -108,6 +78,50 @@ inline Span inside(i64 begin, i64 end, i64 stride, i64 shift, i64 size) {
     if (end > last) end = last;
     if (end < begin) end = begin;
     return {begin, end};
+}
+
+// What two spans share; where they share nothing, an empty part of the second.
+inline Span both(Span a, Span b) {
+    const i64 begin = a.begin < b.begin ? b.begin : a.begin < b.end ? a.begin : b.end;
+    const i64 end = a.end < b.end ? a.end : b.end;
+    return {begin, end < begin ? begin : end};
+}
+
+// Where the window of an output begins, in the input.
+inline Pixel corner_of(const Problem& g, const Pixel& at) {
+    return {at.image, at.slice * g.stride_d, at.row * g.stride_h, at.column * g.stride_w};
+}
+
+// How far from there a tap reads, and the outputs of a line for which that is inside of the line.
+struct Shift {
+    i64 deep, down, right;
+    Span columns;
+};
+
+inline Shift shift_of(const Problem& g, i64 tap) {  // tap = (t, r, s)
+    const i64 right = tap % g.s * g.dilation_w - g.pad_w;
+    return {tap / (g.r * g.s) * g.dilation_d - g.pad_d, tap / g.s % g.r * g.dilation_h - g.pad_h,
+            right, inside(0, g.q, g.stride_w, right, g.w)};
+}
+
+inline std::vector<Shift> shifts_of(const Problem& g) {  // finding one takes many divisions
+    std::vector<Shift> shifts;
+    for (i64 tap = 0; tap < g.taps(); tap++) shifts.push_back(shift_of(g, tap));
+    return shifts;
+}
+
+inline bool within(i64 at, i64 size) { return (std::uint64_t)at < (std::uint64_t)size; }
+
+// The line of an image, of d * h, that a tap of this window reads; -1 where it is padding.
+inline i64 line_of(const Problem& g, const Pixel& corner, const Shift& tap) {
+    const i64 slice = corner.slice + tap.deep, row = corner.row + tap.down;
+    return within(slice, g.d) && within(row, g.h) ? slice * g.h + row : -1;
+}
+
+// The same for one element, of d * h * w.
+inline i64 input_of(const Problem& g, const Pixel& corner, const Shift& tap) {
+    const i64 line = line_of(g, corner, tap), column = corner.column + tap.right;
+    return line >= 0 && within(column, g.w) ? line * g.w + column : -1;
 }
 
 // The convolution that computes dx of a convolution of stride 1: dy in, filters flipped, dx out.

@@ -48,8 +48,7 @@ template <class T> void reindex(const Problem& g, Tensors<T> t, Scratch& scratch
                                  g.pixels(), errors.column);
             });
         }
-        const Filters<T> filters{dy, d.terms(), g.pixels(), g.pixels(), d.s, 1,
-                                 d.c, 1, d.r, d.s, false};
+        const Filters<T> filters{dy, d.terms(), g.pixels(), 1, d.c, d.taps(), false};
         const Patches<T> patches{d, x};
         const MatrixC<T> c{g.filter_last ? dw : out, g.terms()};
         multiply_planar(d, &filters, &patches, &c, 1, d.terms(), scratch);

@@ -50,44 +50,34 @@ template <class T> struct RowsOfK {
 // Filters of one group: i counts one channel dimension, k the other and the taps.
 template <class T> struct Filters {
     const T* data;
-    i64 by_i, by_o;       // i, and the other channel dimension
-    i64 by_t, by_r, by_s;
-    i64 others, t, r, s;
-    bool taps_first;      // k = (t, r, s, other) as channels last has it; else (other, t, r, s)
+    i64 by_i, by_o, by_tap;  // elements between i, the other channel dimension, and taps
+    i64 others, taps;
+    bool taps_first;         // k = (tap, other) as channels last has it; else (other, tap)
 
-    // w[f, c, t, r, s]: i = f, k over c
+    // w[f, c, tap]: i = f, k over c
     static Filters forward(const Problem& g, const T* w) {
         const Strides d = g.filter();
-        return {w, d.image, d.channel, d.slice, d.row, d.column,
-                g.group_c(), g.t, g.r, g.s, g.last != 0};
+        return {w, d.image, d.channel, d.column, g.group_c(), g.taps(), g.last != 0};
     }
     // i = c, k over f, taps from the last to the first
     static Filters backward(const Problem& g, const T* w) {
         const Strides d = g.filter();
-        const T* end = w + (g.t - 1) * d.slice + (g.r - 1) * d.row + (g.s - 1) * d.column;
-        return {end, d.channel, d.image, -d.slice, -d.row, -d.column,
-                g.group_f(), g.t, g.r, g.s, g.last != 0};
+        const T* end = w + (g.taps() - 1) * d.column;
+        return {end, d.channel, d.image, -d.column, g.group_f(), g.taps(), g.last != 0};
     }
 
-    i64 taps() const { return t * r * s; }
-    bool uniform() const {
-        if (taps() == 1) return true;
-        if (by_r != s * by_s || by_t != r * by_r) return false;
-        return taps_first ? by_s == others * by_o : by_o == t * by_t;
-    }
     void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
-        if (uniform()) {
-            const i64 by_k = taps_first || taps() == 1 ? by_o : by_s;
+        const i64 outer = taps_first ? by_tap : by_o, inner = taps_first ? by_o : by_tap;
+        const i64 length = taps_first ? others : taps;  // of the inner dimension of k
+        if (length == 1 || taps * others == length || outer == length * inner) {
+            const i64 by_k = length == 1 ? outer : inner;
             return Strided<T>{data, by_i, by_k}.pack(i, count, k, kb, width, to);
         }
-        const T* from = data + i * by_i;
+        const T* from = data + i * by_i + k / length * outer;
+        i64 at = k % length;
         for (i64 p = 0; p < kb; p++) {
-            const i64 at = k + p;
-            const i64 tap = taps_first ? at / others : at % taps();
-            const i64 other = taps_first ? at % others : at / taps();
-            const i64 shift =
-                other * by_o + tap / (r * s) * by_t + tap / s % r * by_r + tap % s * by_s;
-            copy_strided(to + p * width, from + shift, count, by_i);
+            copy_strided(to + p * width, from + at * inner, count, by_i);
+            if (++at == length) at = 0, from += outer;
         }
         pad_rows(to, count, width, kb);
     }
@@ -138,21 +128,25 @@ template <class T> struct ImagePixels {
 template <class T> struct Patches {
     const Problem& g;
     const T* x;  // at the group's first channel
+    std::vector<Shift> shifts;
 
     struct Run {
         i64 from, to, count;
     };
 
+    Patches(const Problem& g, const T* x) : g(g), x(x), shifts(shifts_of(g)) {}
+
     void pack(i64 i, i64 count, i64 k, i64 kb, i64 width, T* to) const {
         if (g.pointwise())
             return ImagePixels<T>{x, g.c * g.inputs(), g.inputs()}.pack(i, count, k, kb, width, to);
         const i64 taps = g.taps(), plane = g.inputs();
+        const Pixel first_pixel = pixel_at(g, i);
         Run runs[max_nv * lanes<T> + 1];
         for (i64 tap = 0; tap < std::min(taps, kb + taps); tap++) {
             const i64 first = k > tap ? (k - tap + taps - 1) / taps : 0;
             if (first * taps + tap >= k + kb) continue;
             i64 covered = 0;
-            const int num_runs = find_runs(i, count, shift_of(g, tap), runs, covered);
+            const int num_runs = find_runs(first_pixel, count, shifts[tap], runs, covered);
             for (i64 c = first; c * taps + tap < k + kb; c++) {
                 T* row = to + (c * taps + tap - k) * width;
                 const T* from = x + c * plane;
@@ -164,12 +158,12 @@ template <class T> struct Patches {
     }
 
     // The parts of this panel that one tap finds inside the images.
-    int find_runs(i64 i, i64 count, const Shift& tap, Run* runs, i64& covered) const {
+    int find_runs(Pixel at, i64 count, const Shift& tap, Run* runs, i64& covered) const {
         int num_runs = 0;
-        Pixel at = pixel_at(g, i);
         for (i64 t = 0; t < count;) {
-            const i64 length = std::min(count - t, g.q - at.column), line = line_of(g, at, tap);
-            const Span ok = inside(at.column, at.column + length, g.stride_w, tap.right, g.w);
+            const i64 length = std::min(count - t, g.q - at.column);
+            const i64 line = line_of(g, corner_of(g, at), tap);
+            const Span ok = both(tap.columns, {at.column, at.column + length});
             if (line >= 0 && ok.begin < ok.end) {
                 const i64 from = (at.image * g.c * g.d * g.h + line) * g.w +
                                  ok.begin * g.stride_w + tap.right;
@@ -196,24 +190,28 @@ template <class T> struct PatchRows {
         length = std::min(kb, channels), segments = kb / length;
         for (i64 segment = 0; segment < segments; segment++) {
             const Shift tap = shift_of(g, first + segment);
+            const T** to = table + segment * mb;
             Pixel at = pixel_at(g, i);
-            for (i64 t = 0; t < mb; t++, next_pixel(g, at)) {
-                const i64 in = input_of(g, at, tap);
-                table[segment * mb + t] =
-                    in >= 0 ? x + (at.image * g.inputs() + in) * g.c + c : zeros;
+            for (i64 t = 0; t < mb; next_line(g, at)) {
+                const Pixel corner = corner_of(g, at);
+                const i64 line = line_of(g, corner, tap), end = std::min(mb, t + g.q - at.column);
+                const i64 width = line >= 0 ? g.w : 0;  // no column is in a line that is padding
+                const T* from = x + (at.image * g.inputs() + line * g.w) * g.c + c;
+                i64 column = corner.column + tap.right;
+                for (; t < end; t++, column += g.stride_w)
+                    to[t] = within(column, width) ? from + column * g.c : zeros;
             }
         }
     }
 };
 
-// One row of im2col of planar images: tap (c, t, r, s) at the pixels [k, k + kb) of the batch.
-template <class T> void patch_row(const Problem& g, const T* x, i64 i, i64 k, i64 kb, T* to) {
-    const i64 c = i / g.taps();
-    const Shift tap = shift_of(g, i % g.taps());
-    Pixel at = pixel_at(g, k);
+// Part of a row of im2col of planar images: a tap of a channel at kb pixels of the batch.
+template <class T>
+void patch_row(const Problem& g, const T* x, i64 c, const Shift& tap, Pixel at, i64 kb, T* to) {
     for (i64 t = 0; t < kb; next_line(g, at)) {
-        const i64 length = std::min(kb - t, g.q - at.column), line = line_of(g, at, tap);
-        Span ok = inside(at.column, at.column + length, g.stride_w, tap.right, g.w);
+        const i64 length = std::min(kb - t, g.q - at.column);
+        const i64 line = line_of(g, corner_of(g, at), tap);
+        Span ok = both(tap.columns, {at.column, at.column + length});
         if (line < 0) ok = {at.column, at.column};
         const i64 before = ok.begin - at.column, count = ok.end - ok.begin;
         fill_zero(to + t, before);
@@ -232,11 +230,14 @@ template <class T> struct TapRows {
     const T* x;
     T* buffer;  // mc rows of `stride`
     i64 stride;
+    std::vector<Shift> shifts = shifts_of(g);
 
     void rows(i64 i, i64 mb, i64 k, i64 kb, const T** table, i64& segments, i64& length) const {
         segments = 1, length = kb;
+        const Pixel at = pixel_at(g, k);
         for (i64 t = 0; t < mb; t++) {
-            patch_row(g, x, i + t, k, kb, buffer + t * stride);
+            const i64 c = (i + t) / g.taps(), tap = (i + t) % g.taps();
+            patch_row(g, x, c, shifts[tap], at, kb, buffer + t * stride);
             table[t] = buffer + t * stride;
         }
     }
@@ -258,8 +259,9 @@ template <class T> struct TapColumns {
         Pixel at = pixel_at(g, k);
         for (i64 p = 0; p < kb; p++, next_pixel(g, at)) {
             const T* image = x + at.image * g.inputs() * g.c;
+            const Pixel corner = corner_of(g, at);
             for (const Piece& one : pieces) {
-                const i64 in = input_of(g, at, one.tap);
+                const i64 in = input_of(g, corner, one.tap);
                 T* target = to + one.to + p * width;
                 if (one.channel >= 0 && in >= 0)
                     copy(target, image + in * g.c + one.channel, one.count);
@@ -278,7 +280,7 @@ template <class T> struct TapColumns {
             t += count;
         }
         if (const i64 used = total % width)  // zeros to the end of the last panel
-            pieces.push_back({{0, 0, 0}, -1, width - used, total / width * width * kb + used});
+            pieces.push_back({{}, -1, width - used, total / width * width * kb + used});
         return pieces;
     }
 };
