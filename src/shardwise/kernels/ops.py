@@ -64,7 +64,9 @@ def conv(
             known = ", ".join(kernels_for(direction))
             raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
     stride, padding, dilation = (per_dim(v, w.ndim - 2) for v in (stride, padding, dilation))
-    return convolve(x, w, bias, (stride, padding, dilation, groups), KernelChoice(fwd, dx, dw), relu)
+    return convolve(
+        x, w, bias, (stride, padding, dilation, groups), KernelChoice(fwd, dx, dw), relu
+    )
 
 
 def _settings(tail: Tail) -> Settings:

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from shardwise.files import TimesFile
-from shardwise.kernels import dispatch
+from shardwise.kernels import checks, dispatch
+from shardwise.kernels.checks import settings
 from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
 from shardwise.kernels.dispatch import (
     INEXACT,
@@ -72,6 +73,10 @@ class Winners(TimesFile):
     def times(self, shape: ConvShape, direction: str) -> Times:
         return self.seconds.get(shape.key, {}).get(direction, {})
 
+    def errors(self, shape: ConvShape, direction: str) -> dict[str, float]:
+        """By kernel, in the units of `checks`; they lie beside the times, in the same file."""
+        return self.seconds.get(shape.key, {}).get(f"{direction} errors", {})
+
 
 class Tuner:
     """Chooses kernels by what was timed on this CPU with this number of threads."""
@@ -94,7 +99,10 @@ class Tuner:
 
     def _best(self, shape: ConvShape, direction: str) -> str:
         times = self.winners.times(shape, direction)
-        allowed = [name for name in times if self._fits(name, direction, shape)]
+        wrong = checks.wrong(self.winners.errors(shape, direction))
+        allowed = [n for n in times if n not in wrong and self._fits(n, direction, shape)]
+        if STOCK in wrong:
+            return min(allowed, key=times.__getitem__, default=checks.JUDGES[direction])
         best = min(allowed, key=times.__getitem__, default=STOCK)
         return best if times.get(best, inf) <= MARGIN * times.get(STOCK, inf) else STOCK
 
@@ -109,13 +117,17 @@ class Tuner:
         return [name for name in kernels_for(direction) if self._fits(name, direction, shape)]
 
     def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> KernelChoice:
-        """Times what has not been timed yet on random numbers, then chooses."""
+        """Times what has not been timed yet on random numbers, and checks it, then chooses."""
         missing = {d: self._missing(shape, d) for d in directions}
-        if any(missing.values()):
+        unchecked = [d for d in missing if library() and not self.winners.errors(shape, d)]
+        if unchecked or any(missing.values()):
             tensors = random_tensors(shape)
             for direction, names in missing.items():
                 if names:
                     self._time(shape, direction, names, tensors)
+            known = self.winners.seconds.setdefault(shape.key, {})
+            for direction in unchecked:
+                known[f"{direction} errors"] = checks.errors(shape, direction, tensors)
             self.winners.save()
             self._choices.pop(shape, None)
         return self.known(shape)
@@ -139,10 +151,6 @@ class Tuner:
             record.update({n: t * x.shape[0] / few for n, t in trial.items() if t > limit})
             names = [name for name in names if trial[name] <= limit]
         record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
-
-
-def settings(shape: ConvShape) -> Settings:
-    return shape.stride, shape.padding, shape.dilation, shape.groups
 
 
 def random_tensors(shape: ConvShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
