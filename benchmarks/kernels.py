@@ -91,8 +91,8 @@ def layers(network: str, batch: int) -> dict[ConvShape, tuple[str, bool]]:
     return found
 
 
-# Channels in and out, and voxels along each side: two convolutions at each level going down, and the
-# first of each level going up, after what was concatenated.
+# Channels in and out, and voxels along each side: two convolutions at each level going down, and
+# the first of each level going up, after what was concatenated.
 UNET_LAYERS = (
     *((16, 16, 64), (16, 32, 32), (32, 32, 32), (32, 64, 16), (64, 64, 16), (64, 128, 8)),
     *((128, 128, 8), (128, 256, 8), (256, 256, 8), (128, 64, 16), (64, 32, 32), (48, 16, 64)),

@@ -5,6 +5,7 @@
 #include "direct.hpp"
 #include "pool.hpp"
 #include "reindex.hpp"
+#include "tapwise.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {
@@ -43,6 +44,7 @@ const Entry entries[] = {
      {nullptr, deconvgemm<double>, nullptr},
      any},
     {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, flat},
+    {"tapwise", {nullptr, nullptr, tapwise<float>}, {nullptr, nullptr, tapwise<double>}, any},
     {"direct",
      {direct_forward<float>, nullptr, direct_filter<float>},
      {direct_forward<double>, nullptr, direct_filter<double>},

@@ -15,7 +15,10 @@ STOCK = "stock"
 KERNELS: dict[str, tuple[str, ...]] = {
     "fwd": ("winograd4", "winograd2", "base", "direct", "depthwise", "convgemm"),
     "dx": ("winograd4", "winograd2", "base", "depthwise", "convgemm", "deconvgemm"),
-    "dw": ("winograd4", "winograd2", "base", "reindex", "direct", "depthwise", "convgemm_trans"),
+    "dw": (
+        *("winograd4", "winograd2", "base", "reindex", "direct", "depthwise", "tapwise"),
+        "convgemm_trans",
+    ),
 }
 INEXACT = ("winograd2", "winograd4")  # more rounding than a plain sum of products
 
