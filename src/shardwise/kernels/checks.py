@@ -16,8 +16,8 @@ from shardwise.kernels.dispatch import STOCK, Settings
 # Of each direction, the kernel that takes every shape, by sums of products alone.
 JUDGES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
 # In units of rounding times the root of the number of terms. On 25 layers of ResNet-34, GoogLeNet
-# and a 3-D U-Net, stock and ours differ by at most 2.3; with 10,000 terms in float32, 64 is an error
-# of 0.0008 of the result.
+# and a 3-D U-Net, stock and ours differ by at most 2.3; with 10,000 terms in float32, 64 is an
+# error of 0.0008 of the result.
 LIMIT = 64.0
 LEAST, MOST = 1e-30, 1e30  # what a file of times can hold
 
