@@ -11,7 +11,8 @@ what keeps a layer under LARGEST_WORK. Then the goals: CONVGEMM against SGEMM, C
 Winograd against the stock operator. On a machine that others use too, --cpu-time counts the time of
 the one thread instead of the clock's.
 
---3d: instead, the layers of a 3-D U-Net, of 16 channels at 64^3 voxels to 256 at 8^3, one volume.
+--3d: instead, the layers of a 3-D U-Net, of 16 channels at 64^3 voxels to 256 at 8^3, one volume or
+--batch of them: PyTorch computes small ones by another, slower way where there is only one.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ UNET_LAYERS = (
 )
 
 
-def volumes() -> dict[ConvShape, tuple[str, bool]]:
-    """The 3x3x3 convolutions of a 3-D U-Net on one volume."""
+def volumes(batch: int) -> dict[ConvShape, tuple[str, bool]]:
+    """The 3x3x3 convolutions of a 3-D U-Net."""
     ones = (1, 1, 1)
     return {
-        ConvShape((1, c, *[side] * 3), (f, c, 3, 3, 3), padding=ones): (f"{c} to {f}", True)
+        ConvShape((batch, c, *[side] * 3), (f, c, 3, 3, 3), padding=ones): (f"{c} to {f}", True)
         for c, f, side in UNET_LAYERS
     }
 
@@ -180,7 +181,9 @@ def summary_3d(rows: list[dict]) -> list[str]:
 
 def rows_to_measure(given: argparse.Namespace) -> list[tuple[str, str, ConvShape, str]]:
     def found(network: str) -> dict[ConvShape, tuple[str, bool]]:
-        return volumes() if network == VOLUMES else layers(network, given.batch)
+        if network == VOLUMES:
+            return volumes(given.batch or 1)
+        return layers(network, given.batch or 8)
 
     return [
         (network, name, shape, direction)
@@ -200,7 +203,7 @@ def arguments() -> argparse.Namespace:
         "--3d", dest="networks", action="store_const", const=VOLUMES, help="those of a 3-D U-Net"
     )
     parser.add_argument("--directions", default="fwd,dx,dw")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="8, or one volume, unless given")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layer")
     parser.add_argument("--cpu-time", action="store_true", help="of the one thread")
