@@ -1,6 +1,6 @@
 """Gflop/s of every kernel on the layers of P1's and P5's networks, against stock PyTorch and SGEMM.
 
-    python benchmarks/kernels.py [--networks vgg16,...] [--directions fwd,dx,dw] [--batch 8]
+    python benchmarks/kernels.py [--networks vgg16,...] [--3d] [--directions fwd,dx,dw] [--batch 8]
         [--threads 1] [--every 1] [--cpu-time] [--json FILE]
 
 For each different layer of VGG-16 (those of P5's Table 2), ResNet-34, DenseNet-121 and GoogLeNet,
@@ -10,6 +10,9 @@ all in turns in one run. Rates count a plain sum of products for every kernel. T
 what keeps a layer under LARGEST_WORK. Then the goals: CONVGEMM against SGEMM, CONVGEMM_TRANS and
 Winograd against the stock operator. On a machine that others use too, --cpu-time counts the time of
 the one thread instead of the clock's.
+
+--3d: instead, the layers of a 3-D U-Net, of 16 channels at 64^3 voxels to 256 at 8^3, one volume or
+--batch of them: PyTorch computes small ones by another, slower way where there is only one.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from shardwise import zoo
 from shardwise.kernels import tuner
 from shardwise.kernels.accelerate import convolutions
 from shardwise.kernels.conv_shape import ConvShape
-from shardwise.kernels.dispatch import STOCK
+from shardwise.kernels.dispatch import KERNELS, STOCK
 from shardwise.kernels.tuner import Tuner, call, interleaved, random_tensors, settings
 
 NETWORKS = ("vgg16", "resnet34", "densenet121", "googlenet")
+VOLUMES = "unet3d"
 LAYOUTS = {"nchw": False, "last": True}
 LARGEST = 1 << 26
 LARGEST_WORK = 16e9  # operations of a layer and direction: enough to see its rate
@@ -40,8 +44,8 @@ SECONDS = 0.8  # that a row takes for each 1e9 operations, all kernels together,
 
 def sgemm(shape: ConvShape, direction: str) -> tuple[Callable[[], object], float]:
     """A product of matrices of the same sizes, and the share of the layer's work that it does."""
-    (n, f, p, q), depth = shape.out, math.prod(shape.w[1:])
-    pixels = n * p * q
+    (n, f, *sizes), depth = shape.out, math.prod(shape.w[1:])
+    pixels = n * math.prod(sizes)
     cut = min(pixels, LARGEST // max(depth, f))
     rows, inner, columns = {
         "fwd": (f, depth, cut),
@@ -86,6 +90,23 @@ def layers(network: str, batch: int) -> dict[ConvShape, tuple[str, bool]]:
         shape = replace(seen.shape, x=(samples, *seen.shape.x[1:]))
         found.setdefault(shape, (seen.name, not seen.first))
     return found
+
+
+# Channels in and out, and voxels along each side: two convolutions at each level going down, and
+# the first of each level going up, after what was concatenated.
+UNET_LAYERS = (
+    *((16, 16, 64), (16, 32, 32), (32, 32, 32), (32, 64, 16), (64, 64, 16), (64, 128, 8)),
+    *((128, 128, 8), (128, 256, 8), (256, 256, 8), (128, 64, 16), (64, 32, 32), (48, 16, 64)),
+)
+
+
+def volumes(batch: int) -> dict[ConvShape, tuple[str, bool]]:
+    """The 3x3x3 convolutions of a 3-D U-Net."""
+    ones = (1, 1, 1)
+    return {
+        ConvShape((batch, c, *[side] * 3), (f, c, 3, 3, 3), padding=ones): (f"{c} to {f}", True)
+        for c, f, side in UNET_LAYERS
+    }
 
 
 def line(row: dict) -> str:
@@ -133,11 +154,41 @@ def summary(rows: list[dict]) -> list[str]:
     ]
 
 
+def summary_3d(rows: list[dict]) -> list[str]:
+    """Nothing where no volumes were measured."""
+
+    def wide(row: dict) -> bool:
+        return min(row["w"][:2]) >= 32
+
+    def every(_row: dict) -> bool:
+        return True
+
+    titles = {"fwd": "forward", "dx": "input gradient", "dw": "weight gradient"}
+    best = {d: tuple(KERNELS[d]) for d in titles}
+    lines = [
+        goal(f"3-D: best of ours / stock, {title}", found, 3.0 if d == "dw" else 1.0, "layers")
+        for d, title in titles.items()
+        if (found := ratios(rows, d, best[d], STOCK, every))
+    ]
+    bound = ratios(rows, "dw", ("sgemm",), STOCK, every)
+    near = ratios(rows, "fwd", ("convgemm",), "sgemm", wide)
+    if bound:
+        lines.append(goal("3-D: SGEMM / stock, weight gradient", bound, 3.0, "layers"))
+    if near:
+        lines.append(goal("3-D: CONVGEMM / SGEMM, >= 32 channels", near, 0.9, "layers"))
+    return lines
+
+
 def rows_to_measure(given: argparse.Namespace) -> list[tuple[str, str, ConvShape, str]]:
+    def found(network: str) -> dict[ConvShape, tuple[str, bool]]:
+        if network == VOLUMES:
+            return volumes(given.batch or 1)
+        return layers(network, given.batch or 8)
+
     return [
         (network, name, shape, direction)
         for network in given.networks.split(",")
-        for shape, (name, inner) in list(layers(network, given.batch).items())[:: given.every]
+        for shape, (name, inner) in list(found(network).items())[:: given.every]
         for direction in given.directions.split(",")
         if inner or direction != "dx"
     ]
@@ -148,8 +199,11 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument(
+        "--3d", dest="networks", action="store_const", const=VOLUMES, help="those of a 3-D U-Net"
+    )
     parser.add_argument("--directions", default="fwd,dx,dw")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="8, or one volume, unless given")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th layer")
     parser.add_argument("--cpu-time", action="store_true", help="of the one thread")
@@ -174,7 +228,7 @@ def main() -> None:
         row = {
             "network": network,
             "layer": name,
-            "sizes": sizes + (f" /{shape.stride[0]}" if shape.stride != (1, 1) else ""),
+            "sizes": sizes + (f" /{shape.stride[0]}" if max(shape.stride) > 1 else ""),
             "direction": direction,
             "w": list(shape.w),
             "threads": given.threads,
@@ -182,7 +236,9 @@ def main() -> None:
         }
         results.add(row)
         print(line(row), flush=True)
-    print("\n".join(summary(results.rows)))
+    volumes_only = [row for row in results.rows if row["network"] == VOLUMES]
+    others = [row for row in results.rows if row["network"] != VOLUMES]
+    print("\n".join((summary(others) if others else []) + summary_3d(volumes_only)))
 
 
 if __name__ == "__main__":

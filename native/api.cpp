@@ -5,6 +5,7 @@
 #include "direct.hpp"
 #include "pool.hpp"
 #include "reindex.hpp"
+#include "tapwise.hpp"
 #include "winograd.hpp"
 
 namespace shardwise {
@@ -42,7 +43,8 @@ const Entry entries[] = {
      {nullptr, deconvgemm<float>, nullptr},
      {nullptr, deconvgemm<double>, nullptr},
      any},
-    {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, any},
+    {"reindex", {nullptr, nullptr, reindex<float>}, {nullptr, nullptr, reindex<double>}, flat},
+    {"tapwise", {nullptr, nullptr, tapwise<float>}, {nullptr, nullptr, tapwise<double>}, any},
     {"direct",
      {direct_forward<float>, nullptr, direct_filter<float>},
      {direct_forward<double>, nullptr, direct_filter<double>},
@@ -123,7 +125,7 @@ EXPORT const char* sw_kernel_name(int kernel) {
 EXPORT const char* sw_cpu() { return blocks.cpu; }
 
 // Counts the changes of this interface: Python does not use a library that was built for another.
-EXPORT int sw_interface() { return 2; }
+EXPORT int sw_interface() { return 3; }
 
 // Bytes of workspace, or -1 where the kernel does not take this problem.
 EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem* g) {
@@ -147,7 +149,7 @@ EXPORT int sw_run(int kernel, int direction, int is_double, const Problem* g, co
     });
 }
 
-// The im2col matrix of a convolution of one group: [c, r, s][pixel], or [pixel][r, s, c].
+// The im2col matrix of a convolution of one group: [c, taps][pixel], or [pixel][taps, c].
 EXPORT int sw_im2col(int is_double, const Problem* g, const void* x, void* columns) {
     return in_precision(is_double, [&](auto zero) {
         using T = decltype(zero);

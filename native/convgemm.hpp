@@ -32,32 +32,32 @@ inline i64 block_of(i64 segment, i64 limit) {
 
 template <class T> constexpr i64 kc_of() { return blocks.kc * 4 / (i64)sizeof(T); }
 
-// Planar images: y[f, pixel] = w[f, (c, r, s)] im2col[(c, r, s), pixel], over the whole batch.
+// Planar images: y[f, pixel] = w[f, (c, taps)] im2col[(c, taps), pixel], over the whole batch.
 template <class T, class Columns, class C>
 void multiply_planar(const Problem& g, const Filters<T>* filters, const Columns* columns,
-                     const C* images, i64 groups, i64 depth, Scratch& scratch) {
+                     const C* images, i64 groups, i64 terms, Scratch& scratch) {
     const i64 m = g.group_f(), n = g.columns(), kc = kc_of<T>(), nc = blocks.nc / 2;
     const Tile tile = choose_tile<T>(m, n);
     const i64 nr = tile.nv * lanes<T>, padded = round_up(m, tile.mr), block = round_up(nc, nr);
-    T* packed = scratch.take<T>(padded * depth);
+    T* packed = scratch.take<T>(padded * terms);
     T* buffers = scratch.take<T>(g.threads * block * kc);
     if (scratch.measuring()) return;
     for (i64 group = 0; group < groups; group++) {
-        pack_whole(filters[group], m, depth, kc, tile.mr, packed, (int)g.threads);
+        pack_whole(filters[group], m, terms, kc, tile.mr, packed, (int)g.threads);
         parallel((int)g.threads, [&](int index, int total) {
             const Share mine = share(m, n, tile, nr, index, total);
             WholeA<T> a{packed, padded, tile.mr};
             PackedB<T, Columns> b{columns[group], nr, buffers + index * block * kc};
-            gemm<T>(mine.rows, mine.columns, depth, kc, m, block, tile, a, b, images[group]);
+            gemm<T>(mine.rows, mine.columns, terms, kc, m, block, tile, a, b, images[group]);
         });
     }
 }
 
-// Channels last: y[pixel, f] = im2col[pixel, (r, s, c)] w[(r, s, c), f]; nothing of x is copied.
+// Channels last: y[pixel, f] = im2col[pixel, (taps, c)] w[(taps, c), f]; nothing of x is copied.
 template <class T, class Rows>
 void multiply_last(const Problem& g, const Filters<T>& filters, Rows& rows, MatrixC<T> c,
                    i64 segment, Scratch& scratch) {
-    const i64 m = g.columns(), n = g.group_f(), k = g.depth();
+    const i64 m = g.columns(), n = g.group_f(), k = g.terms();
     const i64 kc = block_of(segment, kc_of<T>() * 4 / 3);
     const Tile tile = choose_tile<T>(m, n, 8);
     const i64 nr = tile.nv * lanes<T>, padded = round_up(n, nr);
@@ -92,12 +92,12 @@ void convolve(const Problem& g, const T* x, const Filters<T>& one, i64 filters_b
         std::vector<ImagesC<T>> images;
         for (i64 group = 0; group < g.groups; group++) {
             weights.push_back(filters(group));
-            patches.push_back({g, x + group * g.group_c() * g.h * g.w});
+            patches.push_back({g, x + group * g.group_c() * g.inputs()});
             images.push_back({y + group * g.group_f() * g.pixels(), g.f * g.pixels(), g.pixels(),
                               {group_bias(group), nullptr, relu}});
         }
         return multiply_planar(g, weights.data(), patches.data(), images.data(), g.groups,
-                               g.depth(), scratch);
+                               g.terms(), scratch);
     }
     T* zeros = scratch.take<T>(g.group_c());
     const Scratch start = scratch;
@@ -111,35 +111,35 @@ void convolve(const Problem& g, const T* x, const Filters<T>& one, i64 filters_b
 }
 
 template <class T> void convgemm_forward(const Problem& g, Tensors<T> t, Scratch& scratch) {
-    const i64 by_group = g.group_f() * g.depth();
+    const i64 by_group = g.group_f() * g.terms();
     convolve(g, t.x, Filters<T>::forward(g, t.w), by_group, t.bias, t.out, scratch);
 }
 
 // dx of a convolution of stride 1 is itself a convolution of dy.
 template <class T> void convgemm_backward(const Problem& g, Tensors<T> t, Scratch& scratch) {
-    const i64 by_group = g.group_f() * g.depth();
+    const i64 by_group = g.group_f() * g.terms();
     convolve<T>(flipped(g), t.y, Filters<T>::backward(g, t.w), by_group, nullptr, t.out, scratch);
 }
 
 // -- CONVGEMM_TRANS -------------------------------------------------------------------------------
 
-// dw of one group from its transpose, [(c, r, s)][f].
+// dw of one group from its transpose, [(c, taps)][f].
 template <class T> void store_filter(const Problem& g, const T* from, i64 ld, T* dw) {
     const Strides d = g.filter();
-    const i64 depth = g.depth();
-    if (d.column == 1) return transpose_block(from, ld, depth, g.group_f(), dw, depth, depth);
+    const i64 terms = g.terms();
+    if (d.column == 1) return transpose_block(from, ld, terms, g.group_f(), dw, terms, terms);
     for (i64 f = 0; f < g.group_f(); f++)
-        for (i64 i = 0; i < depth; i++) {
-            const i64 c = i / g.taps(), r = i % g.taps() / g.s, s = i % g.s;
-            dw[f * d.image + c * d.channel + r * d.row + s * d.column] = from[i * ld + f];
+        for (i64 i = 0; i < terms; i++) {
+            const i64 c = i / g.taps(), tap = i % g.taps();
+            dw[f * d.image + c * d.channel + tap * d.column] = from[i * ld + f];
         }
 }
 
-// Planar: dw^T[(c, r, s), f] = im2col[(c, r, s), pixel] dy^T[pixel, f]; k runs over the batch.
+// Planar: dw^T[(c, taps), f] = im2col[(c, taps), pixel] dy^T[pixel, f]; k runs over the batch.
 // Rows of im2col are copied as they lie, and only dy, the smaller matrix, is transposed.
 template <class T, class Rows>
 void trans_planar(const Problem& g, const T* dy, T* dw, i64 mc, Rows make_rows, Scratch& scratch) {
-    const i64 m = g.depth(), n = g.group_f(), k = g.columns(), kc = kc_of<T>();
+    const i64 m = g.terms(), n = g.group_f(), k = g.columns(), kc = kc_of<T>();
     const Tile tile = choose_tile<T>(m, n, 8);
     const i64 nr = tile.nv * lanes<T>, ld = round_up(n, nr);
     T* sums = scratch.take<T>(m * ld);
@@ -159,10 +159,10 @@ void trans_planar(const Problem& g, const T* dy, T* dw, i64 mc, Rows make_rows, 
     store_filter(g, sums, ld, dw);
 }
 
-// Channels last: dw[f, (r, s, c)] = dy^T[f, pixel] im2col[pixel, (r, s, c)]; nothing is transposed.
+// Channels last: dw[f, (taps, c)] = dy^T[f, pixel] im2col[pixel, (taps, c)]; nothing is transposed.
 template <class T, class Columns>
 void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Scratch& scratch) {
-    const i64 m = g.group_f(), n = g.depth(), k = g.columns();
+    const i64 m = g.group_f(), n = g.terms(), k = g.columns();
     const i64 kc = kc_of<T>(), mc = blocks.mc * 3 / 2;
     const Tile tile = choose_tile<T>(m, n);
     const i64 nr = tile.nv * lanes<T>, nc = round_up(std::min(n, blocks.nc), nr);
@@ -180,7 +180,7 @@ void trans_last(const Problem& g, const T* dy, const Columns& columns, T* dw, Sc
         gemm<T>(mine.rows, mine.columns, k, kc, rows, nc, tile, a, b, c);
     });
     if (sums == dw) return;
-    for (i64 f = 0; f < m; f++)  // (r, s, c) to (c, r, s)
+    for (i64 f = 0; f < m; f++)  // (taps, c) to (c, taps)
         for (i64 tap = 0; tap < g.taps(); tap++)
             for (i64 c = 0; c < g.group_c(); c++)
                 dw[f * n + c * g.taps() + tap] = sums[f * n + tap * g.group_c() + c];
@@ -191,14 +191,14 @@ template <class T> void convgemm_trans(const Problem& g, Tensors<T> t, Scratch& 
     const Scratch start = scratch;
     for (i64 group = 0; group < g.groups; group++) {
         scratch = start;
-        T* dw = t.out + group * g.group_f() * g.depth();
+        T* dw = t.out + group * g.group_f() * g.terms();
         if (g.last) {
             TapColumns<T> columns{g, t.x + group * g.group_c()};
             trans_last(g, t.y + group * g.group_f(), columns, dw, scratch);
             continue;
         }
         T* buffers = scratch.take<T>(g.threads * mc * stride);
-        const T* x = t.x + group * g.group_c() * g.h * g.w;
+        const T* x = t.x + group * g.group_c() * g.inputs();
         auto rows = [&](int index) {
             return TapRows<T>{g, x, buffers + index * mc * stride, stride};
         };

@@ -9,7 +9,7 @@ namespace shardwise {
 // its own images, or to its own channels of an image: the unpacking needs no lock.
 template <class T>
 void deconvgemm_planar(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch& scratch) {
-    const i64 m = g.depth(), k = g.group_f(), kc = kc_of<T>(), plane = g.h * g.w;
+    const i64 m = g.terms(), k = g.group_f(), kc = kc_of<T>(), plane = g.inputs();
     const Tile tile = choose_tile<T>(m, g.pixels());
     const i64 nr = tile.nv * lanes<T>, padded = round_up(m, tile.mr);
     const i64 most = std::max<i64>(panel_bytes / (m * (i64)sizeof(T)), 2 * nr) / nr * nr;
@@ -49,7 +49,7 @@ void deconvgemm_planar(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch&
 
 template <class T>
 void deconvgemm_last(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch& scratch) {
-    const i64 n = g.depth(), k = g.group_f(), kc = kc_of<T>();
+    const i64 n = g.terms(), k = g.group_f(), kc = kc_of<T>();
     const i64 most = std::max<i64>(panel_bytes / (n * (i64)sizeof(T)), 48);
     const Tile tile = choose_tile<T>(most, n, 8);
     const i64 nr = tile.nv * lanes<T>, padded = round_up(n, nr);
@@ -58,7 +58,7 @@ void deconvgemm_last(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch& s
     T* panels = scratch.take<T>(g.threads * mc * n);
     const T** tables = scratch.take<const T*>(g.threads * mc);
     if (scratch.measuring()) return;
-    zero(g, g.n * g.c * g.h * g.w, t.out);
+    zero(g, g.n * g.c * g.inputs(), t.out);
     for (i64 group = 0; group < g.groups; group++) {
         const FilterColumns<T> filters(g, t.w + group * k * n);
         pack_whole(filters, n, k, kc, nr, packed, (int)g.threads);
@@ -66,7 +66,7 @@ void deconvgemm_last(const Problem& g, Tensors<T> t, i64 panel_bytes, Scratch& s
             const Range mine = part(g.n, 1, index, total);
             for (i64 image = mine.begin; image < mine.end; image++) {
                 const Strided<T> errors{t.y + image * g.f * g.pixels() + group * k, g.f, 1};
-                T* dx = t.out + image * g.c * g.h * g.w + group * g.group_c();
+                T* dx = t.out + image * g.c * g.inputs() + group * g.group_c();
                 T* panel = panels + index * mc * n;
                 for (i64 at = 0; at < g.pixels(); at += mc) {
                     const i64 count = std::min(mc, g.pixels() - at);

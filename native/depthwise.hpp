@@ -8,26 +8,30 @@ namespace shardwise {
 
 // Calls work(x row, y row, tap, count) for each tap and output row of one planar image's channel.
 template <class Work> inline void each_planar_tap(const Problem& g, Work work) {
-    for (i64 p = 0; p < g.p; p++)
-        for (i64 tap = 0; tap < g.taps(); tap++) {
-            const i64 row = p * g.stride_h - g.pad_h + tap / g.s * g.dilation_h;
-            const i64 shift = tap % g.s * g.dilation_w - g.pad_w;
-            const Span ok = inside(0, g.q, g.stride_w, shift, g.w);
-            if (row >= 0 && row < g.h && ok.begin < ok.end)
-                work(row * g.w + ok.begin * g.stride_w + shift, p * g.q + ok.begin, tap,
+    const std::vector<Shift> taps = shifts_of(g);
+    Pixel at = {};
+    for (i64 y = 0; y < g.pixels(); y += g.q, next_line(g, at))
+        for (i64 i = 0; i < g.taps(); i++) {
+            const Shift& tap = taps[i];
+            const i64 line = line_of(g, corner_of(g, at), tap);
+            const Span ok = tap.columns;
+            if (line >= 0 && ok.begin < ok.end)
+                work(line * g.w + ok.begin * g.stride_w + tap.right, y + ok.begin, i,
                      ok.end - ok.begin);
         }
 }
 
 // Calls work(x pixel, y pixel, tap) for each tap and output pixel of one image.
 template <class Work> inline void each_tap(const Problem& g, Work work) {
-    for (i64 at = 0; at < g.pixels(); at++)
-        for (i64 tap = 0; tap < g.taps(); tap++) {
-            const i64 row = at / g.q * g.stride_h - g.pad_h + tap / g.s * g.dilation_h;
-            const i64 column = at % g.q * g.stride_w - g.pad_w + tap % g.s * g.dilation_w;
-            if (row >= 0 && row < g.h && column >= 0 && column < g.w)
-                work(row * g.w + column, at, tap);
+    const std::vector<Shift> taps = shifts_of(g);
+    Pixel at = {};
+    for (i64 y = 0; y < g.pixels(); y++, next_pixel(g, at)) {
+        const Pixel corner = corner_of(g, at);
+        for (i64 i = 0; i < g.taps(); i++) {
+            const i64 in = input_of(g, corner, taps[i]);
+            if (in >= 0) work(in, y, i);
         }
+    }
 }
 
 template <class T>
@@ -48,7 +52,7 @@ template <class T> void depthwise_forward(const Problem& g, Tensors<T> t, Scratc
     T* by_tap = scratch.take<T>(g.taps() * g.c);
     if (scratch.measuring()) return;
     filters_by_tap(g, t.w, by_tap);
-    const i64 in = g.h * g.w, out = g.pixels();
+    const i64 in = g.inputs(), out = g.pixels();
     parallel((int)g.threads, [&](int index, int total) {
         const Range mine = part(g.last ? g.n : g.n * g.c, 1, index, total);
         for (i64 job = mine.begin; job < mine.end; job++) {
@@ -79,7 +83,7 @@ template <class T> void depthwise_backward(const Problem& g, Tensors<T> t, Scrat
     T* by_tap = scratch.take<T>(g.taps() * g.c);
     if (scratch.measuring()) return;
     filters_by_tap(g, t.w, by_tap);
-    const i64 in = g.h * g.w, out = g.pixels();
+    const i64 in = g.inputs(), out = g.pixels();
     parallel((int)g.threads, [&](int index, int total) {
         const Range mine = part(g.last ? g.n : g.n * g.c, 1, index, total);
         for (i64 job = mine.begin; job < mine.end; job++) {
@@ -107,7 +111,7 @@ template <class T> void depthwise_filter(const Problem& g, Tensors<T> t, Scratch
     T* by_tap = scratch.take<T>(g.taps() * g.c);
     if (scratch.measuring()) return;
     fill_zero(by_tap, g.taps() * g.c);
-    const i64 in = g.h * g.w, out = g.pixels();
+    const i64 in = g.inputs(), out = g.pixels();
     parallel((int)g.threads, [&](int index, int total) {
         const Range mine = part(g.c, lanes<T>, index, total);
         for (i64 image = 0; image < g.n; image++) {

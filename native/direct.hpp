@@ -66,7 +66,7 @@ template <class T> struct Band {
 template <class T> void direct_forward(const Problem& g, Tensors<T> t, Scratch& scratch) {
     constexpr int L = lanes<T>;
     const Band<T> bands(g);
-    const i64 k = g.depth();
+    const i64 k = g.terms();
     const bool last = g.last != 0;
     const Tile tile = last ? choose_tile<T>(g.q, g.f) : choose_tile<T>(g.f, g.q);
     const i64 nr = tile.nv * L, width = last ? nr : tile.mr;
@@ -126,7 +126,7 @@ template <class T> struct BandRows {
 
 template <class T> void direct_filter(const Problem& g, Tensors<T> t, Scratch& scratch) {
     const Band<T> bands(g);
-    const i64 m = g.depth(), q = g.q;
+    const i64 m = g.terms(), q = g.q;
     const Tile tile = choose_tile<T>(m, g.f, 8);
     const i64 nr = tile.nv * lanes<T>, ld = round_up(g.f, nr);
     const i64 kc = std::min(bands.most * q, block_of(q, kc_of<T>() * 2));
@@ -156,7 +156,7 @@ template <class T> void direct_filter(const Problem& g, Tensors<T> t, Scratch& s
 }
 
 inline bool direct_takes(const Problem& g, int) {
-    return g.groups == 1 && g.c <= direct_channels;
+    return g.flat() && g.groups == 1 && g.c <= direct_channels;
 }
 
 }  // namespace shardwise

@@ -4,6 +4,7 @@
 // rows:   a comes from one pointer per row, so that A needs no packing; k is cut into segments
 //         (the taps of a filter), each with its own pointers.
 // offset: both operands are found through tables of offsets, one per p.
+// stretches: k is cut into lines of an image, and a lies in the image: by_i and by_p apart.
 #pragma once
 
 #include <array>
@@ -22,6 +23,10 @@ constexpr int max_tile = 24, max_mr = 8, max_nv = 4;
 #else
 constexpr int max_tile = 12, max_mr = 6, max_nv = 3;
 #endif
+
+struct Stretch {
+    i64 a, p, length;  // where it begins: an offset in the image, and a row of B
+};
 
 template <class T> struct Target {
     T* c;
@@ -87,19 +92,41 @@ template <class T, int MR, int NV> struct Micro {
         }
         put<T, MR, NV>(acc, to);
     }
+
+    static void stretches(i64 count, const Stretch* stretches, const T* a, i64 by_i, i64 by_p,
+                          const T* b, i64 ldb, const Target<T>& to) {
+        vec<T> acc[MR][NV] = {};
+        for (i64 t = 0; t < count; t++) {
+            const T *line = a + stretches[t].a, *row = b + stretches[t].p * ldb;
+            if (by_i == 1) {  // one pointer instead of MR
+                for (i64 p = 0; p < stretches[t].length; p++, line += by_p, row += ldb)
+                    step(acc, row, [line](int i) { return line[i]; });
+                continue;
+            }
+            const T* lines[MR];
+#pragma GCC unroll 16
+            for (int i = 0; i < MR; i++) lines[i] = line + i * by_i;
+            const i64 end = stretches[t].length * by_p;
+            for (i64 p = 0; p < end; p += by_p, row += ldb)
+                step(acc, row, [&lines, p](int i) { return lines[i][p]; });
+        }
+        put<T, MR, NV>(acc, to);
+    }
 };
 
 template <class T> struct Kernels {
     decltype(&Micro<T, 1, 1>::packed) packed;
     decltype(&Micro<T, 1, 1>::rows) rows;
     decltype(&Micro<T, 1, 1>::offset) offset;
+    decltype(&Micro<T, 1, 1>::stretches) stretches;
 };
 
 template <class T, int MR, int NV> constexpr Kernels<T> kernels_of() {
     if constexpr (MR * NV <= max_tile)
-        return {&Micro<T, MR, NV>::packed, &Micro<T, MR, NV>::rows, &Micro<T, MR, NV>::offset};
+        return {&Micro<T, MR, NV>::packed, &Micro<T, MR, NV>::rows, &Micro<T, MR, NV>::offset,
+                &Micro<T, MR, NV>::stretches};
     else
-        return {nullptr, nullptr, nullptr};
+        return {nullptr, nullptr, nullptr, nullptr};
 }
 
 template <class T, std::size_t... I>

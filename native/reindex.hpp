@@ -15,12 +15,12 @@ template <class T> void reindex(const Problem& g, Tensors<T> t, Scratch& scratch
     d.groups = 1, d.last = d.filter_last = d.relu = 0;
     T* x = scratch.take<T>(d.n * d.c * d.h * d.w);
     T* dy = scratch.take<T>(d.f * g.n * g.pixels());
-    T* dw = scratch.take<T>(g.filter_last ? d.f * g.depth() : 0);
+    T* dw = scratch.take<T>(g.filter_last ? d.f * g.terms() : 0);
     const Scratch start = scratch;
     const Strides from = g.x(), errors = g.y();
     for (i64 group = 0; group < g.groups; group++) {
         scratch = start;
-        T* out = t.out + group * g.group_f() * g.depth();
+        T* out = t.out + group * g.group_f() * g.terms();
         if (x) {
             const T* source = t.x + group * g.group_c() * from.channel;
             parallel((int)g.threads, [&](int index, int total) {
@@ -48,16 +48,18 @@ template <class T> void reindex(const Problem& g, Tensors<T> t, Scratch& scratch
                                  g.pixels(), errors.column);
             });
         }
-        const Filters<T> filters{dy, d.depth(), g.pixels(), d.s, 1, d.c, d.r, d.s, false};
+        const Filters<T> filters{dy, d.terms(), g.pixels(), 1, d.c, d.taps(), false};
         const Patches<T> patches{d, x};
-        const MatrixC<T> c{g.filter_last ? dw : out, g.depth()};
-        multiply_planar(d, &filters, &patches, &c, 1, d.depth(), scratch);
+        const MatrixC<T> c{g.filter_last ? dw : out, g.terms()};
+        multiply_planar(d, &filters, &patches, &c, 1, d.terms(), scratch);
         if (x && g.filter_last)
             for (i64 f = 0; f < d.f; f++)
-                for (i64 i = 0; i < g.depth(); i++)
-                    out[f * g.depth() + i % g.taps() * g.group_c() + i / g.taps()] =
-                        dw[f * g.depth() + i];
+                for (i64 i = 0; i < g.terms(); i++)
+                    out[f * g.terms() + i % g.taps() * g.group_c() + i / g.taps()] =
+                        dw[f * g.terms() + i];
     }
 }
+
+inline bool flat(const Problem& g, int) { return g.flat(); }
 
 }  // namespace shardwise

@@ -204,8 +204,8 @@ template <int M> void winograd_filter(const Problem& g, Tensors<float> tensors, 
 }
 
 inline bool winograd_takes(const Problem& g, int) {
-    return g.r == 3 && g.s == 3 && g.unit_stride() && g.dilation_h == 1 && g.dilation_w == 1 &&
-           g.groups == 1;
+    return g.flat() && g.r == 3 && g.s == 3 && g.unit_stride() && g.dilation_h == 1 &&
+           g.dilation_w == 1 && g.groups == 1;
 }
 
 }  // namespace shardwise

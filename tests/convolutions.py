@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
+from math import prod
 from unittest import mock
 
 import torch
@@ -25,6 +27,7 @@ from shardwise.kernels.native import DIRECTIONS, DONE, Library, library
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED") or time.time())
 
 CASES = [(kernel, direction) for direction in DIRECTIONS for kernel in KERNELS[direction]]
+FLAT = (*INEXACT, "direct", "reindex")  # of images only
 EPSILON = {"float32": 2.0**-23, "float64": 2.0**-52}
 # Winograd's intermediate sums are larger than its results, by the norms of its transforms.
 WINOGRAD_GROWTH = {"winograd2": 2.0, "winograd4": 8.0}
@@ -59,26 +62,27 @@ def random_shape(rng: random.Random, kernel: str) -> ConvShape:
 
 
 def _any_shape(rng: random.Random, kernel: str) -> ConvShape:
+    num_dims = 2 if kernel in FLAT else rng.choice([1, 2, 2, 3, 3])
     groups = rng.choice([1, 1, 1, 2, 3])
     c, f = rng.choice([1, 2, 3, 5, 8, 16, 17, 33]), rng.choice([1, 2, 3, 7, 16, 17, 40, 65])
-    h, w = rng.randint(1, 19), rng.randint(1, 19)
-    r = rng.choice([1, 1, 2, 3, 3, 5])
-    s = rng.choice([r, r, 1, 3])
+    size = rng.choice([1, 1, 2, 3, 3, 5])
+    window = [rng.choice([size, size, 1, 3]) for _ in range(num_dims)]
     stride = rng.choice([1, 1, 2, 3])
-    strides = (stride, rng.choice([stride, 1, 2]))
-    dilation = (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]))
+    strides = [rng.choice([stride, stride, 1, 2]) for _ in range(num_dims)]
+    dilation = [rng.choice([1, 1, 2]) for _ in range(num_dims)]
     if kernel in INEXACT:
-        groups, r, s, strides, dilation = 1, 3, 3, (1, 1), (1, 1)
+        groups, window, strides, dilation = 1, [3, 3], [1, 1], [1, 1]
     if kernel == "depthwise":
         groups, c, f = rng.choice([1, 5, 16, 20, 33]), 1, 1
     if kernel == "direct":
         groups, c = 1, rng.randint(1, 4)
+    sizes = (rng.randint(1, 19 if num_dims < 3 else 9) for _ in range(num_dims))
     return ConvShape(
-        (rng.choice([1, 2, 3, 5]), groups * c, h, w),
-        (groups * f, c, r, s),
-        strides,
-        (rng.randint(0, 3), rng.randint(0, 3)),
-        dilation,
+        (rng.choice([1, 2, 3, 5]), groups * c, *sizes),
+        (groups * f, c, *window),
+        tuple(strides),
+        tuple(rng.randint(0, 3) for _ in range(num_dims)),
+        tuple(dilation),
         groups,
         rng.random() < 0.5,
         rng.random() < 0.5,
@@ -88,18 +92,17 @@ def _any_shape(rng: random.Random, kernel: str) -> ConvShape:
 
 def reference(shape: ConvShape, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """y in float64: one strided slice of the padded x for each tap."""
-    (n, f, p, q), groups = shape.out, shape.groups
-    (sh, sw), (ph, pw), (dh, dw) = shape.stride, shape.padding, shape.dilation
-    padded = torch.nn.functional.pad(x.double(), (pw, pw, ph, ph))
-    w_GFCRS = w.double().reshape(groups, f // groups, *w.shape[1:])
-    y = x.new_zeros((n, groups, f // groups, p, q), dtype=torch.float64)
-    for r in range(w.shape[2]):
-        for s in range(w.shape[3]):
-            rows = slice(r * dh, r * dh + (p - 1) * sh + 1, sh)
-            columns = slice(s * dw, s * dw + (q - 1) * sw + 1, sw)
-            taken = padded[:, :, rows, columns].reshape(n, groups, -1, p, q)
-            y = y + torch.einsum("gfc,ngcpq->ngfpq", w_GFCRS[:, :, :, r, s], taken)
-    return y.reshape(n, f, p, q)
+    (n, f, *sizes), groups = shape.out, shape.groups
+    around = [pad for pad in reversed(shape.padding) for _ in range(2)]
+    padded = torch.nn.functional.pad(x.double(), around)
+    w_GFC = w.double().reshape(groups, f // groups, *w.shape[1:])
+    y = x.new_zeros((n, groups, f // groups, *sizes), dtype=torch.float64)
+    for tap in product(*map(range, w.shape[2:])):
+        along = zip(tap, sizes, shape.stride, shape.dilation, strict=True)
+        where = [slice(i * dil, i * dil + (k - 1) * step + 1, step) for i, k, step, dil in along]
+        taken = padded[(..., *where)].reshape(n, groups, -1, *sizes)
+        y = y + torch.einsum("gfc,ngc...->ngf...", w_GFC[(..., *tap)], taken)
+    return y.reshape(shape.out)
 
 
 def expected(shape: ConvShape, direction: str, x, w, dy) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -114,7 +117,7 @@ def expected(shape: ConvShape, direction: str, x, w, dy) -> torch.Tensor:  # typ
 def random_tensor(shape: tuple[int, ...], dtype: str, last: bool) -> torch.Tensor:
     """Dense in the layout asked for, also where a size of 1 hides it."""
     values = torch.randn(shape, dtype=getattr(torch, dtype))
-    return values.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if last else values
+    return values.movedim(1, -1).contiguous().movedim(-1, 1) if last else values
 
 
 def worst_excess(
@@ -133,9 +136,8 @@ def worst_excess(
     truth = expected(shape, direction, x, w, dy)
     scale = expected(shape, direction, x.abs(), w.abs(), dy.abs())
     if bias is not None:
-        truth, scale = (
-            t + b.double().view(-1, 1, 1) for t, b in ((truth, bias), (scale, bias.abs()))
-        )
+        added = bias.double().view(-1, *[1] * shape.num_dims)
+        truth, scale = truth + added, scale + added.abs()
         truth = truth.relu() if relu else truth
     last = shape.filter_last if direction == "dw" else shape.last
     out = torch.full_like(random_tensor(tuple(truth.shape), shape.dtype, last), float("nan"))
@@ -155,8 +157,9 @@ def worst_excess(
 
 def _num_terms(shape: ConvShape, direction: str) -> int:
     """How many products are added for one element."""
-    (n, f, p, q), (_, c, r, s) = shape.out, shape.w
-    return {"fwd": c * r * s, "dx": f // shape.groups * r * s, "dw": n * p * q}[direction]
+    (n, f, *sizes), (_, c, *window) = shape.out, shape.w
+    of = {"fwd": (c, *window), "dx": (f // shape.groups, *window), "dw": (n, *sizes)}
+    return prod(of[direction])
 
 
 def check(kernel: str, direction: str, count: int) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise
 import shardwise.cli.app
 from shardwise.kernels import timed_layers
-from shardwise.kernels.accelerate import TunedConv2d, convolutions
+from shardwise.kernels.accelerate import TUNED, TunedConv2d, convolutions
 from shardwise.kernels.dispatch import KernelChoice
 from shardwise.kernels.timed_layers import AppliedReLU
 
@@ -116,6 +116,31 @@ def test_another_batch_size_and_evaluation_work() -> None:
     for batch in (0, 1, 7):
         x = torch.randn(batch, 3, 12, 10)
         torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+
+
+VOLUMES = nn.Sequential(
+    *(nn.Conv3d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 8, 3, groups=8, padding=1)),
+    *(nn.Conv3d(8, 6, 2, stride=2), nn.BatchNorm3d(6), nn.ReLU(), nn.Conv3d(6, 3, 1)),
+)
+LINES = nn.Sequential(nn.Conv1d(2, 8, 5, padding=2), nn.ReLU(), nn.Conv1d(8, 4, 3, stride=2))
+
+
+@pytest.mark.parametrize("layout", ["keep", "channels_last", "auto"])
+@pytest.mark.parametrize(("model", "sizes"), [(VOLUMES, (6, 8, 7)), (LINES, (31,))])
+def test_volumes_and_lines_compute_the_same(
+    model: nn.Module, sizes: tuple[int, ...], layout: str
+) -> None:
+    model, x = copy.deepcopy(model).double(), torch.randn(3, 2, *sizes, dtype=torch.float64)
+    assert len(convolutions(model, x)) == sum(isinstance(m, tuple(TUNED)) for m in model)
+    fast = shardwise.accelerate(model, x, layout=layout)
+    if layout != "auto":
+        assert type(fast[0]) is TUNED[type(model[0])] and fast[0].relu
+        fast[0].choice = KernelChoice("convgemm", "deconvgemm", "convgemm_trans")
+    assert list(fast.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(fast(x), model(x))
+    for a, b in zip(gradients(model, x), gradients(fast, x), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(fast[:2](x[0]), model[:2](x[0]))  # without a batch
 
 
 def test_an_unknown_layout_is_named() -> None:

@@ -11,6 +11,8 @@ import torch
 from convolutions import CASES, chosen
 from kept_columns import KeptColumns
 from shardwise.kernels import conv, dispatch, native
+from shardwise.kernels.conv_shape import memory_format
+from shardwise.kernels.ops import STOCK_OF
 
 NAMES = {"fwd": "convgemm", "dx": "deconvgemm", "dw": "convgemm_trans"}
 
@@ -20,21 +22,25 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def test_gradients_of_first_and_second_order_are_right() -> None:
-    x, w, bias = tensors((2, 4, 7, 6), (6, 2, 3, 3), (6,))
+@pytest.mark.parametrize("sizes", [(7,), (7, 6), (4, 3, 3)], ids=str)
+def test_gradients_of_first_and_second_order_are_right(sizes: tuple[int, ...]) -> None:
+    window, stride = [3, 3, 2][: len(sizes)], (2, 1, 1)[: len(sizes)]
+    x, w, bias = tensors((2, 4, *sizes), (4, 2, *window), (4,))
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
-        return conv(*inputs, stride=(2, 1), padding=1, groups=2, **NAMES)
+        return conv(*inputs, stride=stride, padding=1, groups=2, **NAMES)
 
     assert torch.autograd.gradcheck(function, (x, w, bias))
     assert torch.autograd.gradgradcheck(function, (x, w, bias))
 
 
-def test_the_operators_keep_the_rules_of_torch() -> None:
-    x, w, bias = tensors((2, 3, 7, 6), (4, 3, 3, 3), (4,))
-    rest = ([1, 1], [1, 1], [1, 1], 1, *NAMES.values())
+@pytest.mark.parametrize("sizes", [(7,), (7, 6), (4, 3, 5)], ids=str)
+def test_the_operators_keep_the_rules_of_torch(sizes: tuple[int, ...]) -> None:
+    ones = [1] * len(sizes)
+    x, w, bias = tensors((2, 3, *sizes), (4, 3, *[3] * len(sizes)), (4,))
+    rest = (ones, ones, ones, 1, *NAMES.values())
     torch.library.opcheck(torch.ops.shardwise.conv.default, (x, w, bias, *rest, False))
-    dy = torch.randn(2, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 4, *sizes, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(torch.ops.shardwise.conv_dx.default, (dy, x, w, *rest))
     torch.library.opcheck(torch.ops.shardwise.conv_dw.default, (dy, x, w, *rest))
 
@@ -87,6 +93,40 @@ def test_odd_tensors_give_what_the_stock_operator_gives(x: torch.Tensor, w: torc
     ours = torch.autograd.grad(y.sum(), (x, w))
     for a, b in zip(ours, torch.autograd.grad(stock.sum(), (x, w)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+VOLUMES = [  # x, w, stride, padding, dilation, groups: uneven everywhere, one voxel, one slice
+    ((2, 6, 5, 7, 9), (9, 2, 3, 2, 3), (2, 1, 2), (1, 0, 2), (1, 2, 1), 3),
+    ((1, 3, 4, 4, 4), (5, 3, 3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
+    ((1, 4, 1, 1, 1), (4, 1, 3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 4),
+    ((3, 2, 1, 8, 9), (7, 2, 1, 3, 3), (3, 1, 1), (1, 1, 1), (1, 1, 1), 1),
+    ((2, 4, 11), (6, 2, 4), (3,), (2,), (2,), 2),
+    ((1, 5, 6), (5, 1, 3), (1,), (1,), (1,), 5),
+    ((0, 3, 4, 4, 4), (5, 3, 3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("x_size", "w_size", "stride", "padding", "dilation", "groups"), VOLUMES)
+def test_lines_and_volumes_are_those_of_the_stock_operator(
+    x_size, w_size, stride, padding, dilation, groups, last, dtype
+) -> None:  # type: ignore[no-untyped-def]
+    """In each direction, by each kernel; the layout of x is kept."""
+    x, w, bias = tensors(x_size, w_size, w_size[:1], dtype=dtype)
+    form = memory_format(last, x.ndim)
+    x = x.detach().contiguous(memory_format=form).requires_grad_()
+    settings = (stride, padding, dilation, groups)
+    stock = STOCK_OF[w.ndim](x, w, bias, *settings).relu()
+    dy = torch.randn_like(stock)
+    truth = torch.autograd.grad(stock, (x, w, bias), dy)
+    loose = 1e-4 if dtype == torch.float32 else 1e-10
+    for kernel, direction in CASES:
+        y = conv(x, w, bias, *settings, relu=True, **{**NAMES, direction: kernel})
+        assert not y.numel() or y.is_contiguous(memory_format=form)
+        ours = torch.autograd.grad(y, (x, w, bias), dy)
+        for a, b in zip((y, *ours), (stock, *truth), strict=True):
+            torch.testing.assert_close(a, b, rtol=loose, atol=loose)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardwise
-from shardwise.kernels import native, tuner
+from shardwise.kernels import checks, dispatch, native, tuner
 from shardwise.kernels.conv_shape import ConvShape
 from shardwise.kernels.dispatch import KernelChoice, kernels_for
+from shardwise.kernels.ops import STOCK_OF
 from shardwise.kernels.tuner import Tuner, Winners
 
 SHAPE = ConvShape((2, 4, 9, 9), (8, 4, 3, 3), padding=(1, 1))
@@ -109,6 +112,54 @@ def test_where_nothing_can_be_written_kernels_are_timed_all_the_same(
     assert made.winners.times(SHAPE, "fwd")
 
 
+@needs_library
+@pytest.mark.parametrize("spoil", [lambda dw: dw + 0.1, lambda dw: dw * float("nan")])
+def test_a_stock_kernel_that_is_wrong_here_is_said_and_not_chosen(
+    spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = right(*arguments)
+        return dx, spoil(dw) if dw is not None else dw
+
+    right = dispatch.stock_backward
+    monkeypatch.setattr(dispatch, "stock_backward", broken)
+    made = Tuner()
+    times = {d: dict.fromkeys(kernels_for(d), 1.0) | {"stock": 0.1} for d in native.DIRECTIONS}
+    made.winners.seconds[SHAPE.key] = times
+    with pytest.warns(UserWarning, match="stock computes a wrong dw here and is not used"):
+        choice = made.tune(SHAPE)
+    assert choice.fwd == choice.dx == "stock" and choice.dw != "stock"
+    assert Tuner().known(SHAPE) == choice  # also for those who only read the file
+    assert Tuner(memory_bytes=0, winners=made.winners).known(SHAPE).dw == "convgemm_trans"
+
+
+@needs_library
+def test_a_kernel_of_ours_that_is_wrong_here_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(direction: str, kernel: str, *rest: Any) -> torch.Tensor:
+        y = right(direction, kernel, *rest)
+        return y * 2 if kernel == "convgemm" and y.dtype == torch.float32 else y
+
+    right = checks.run
+    monkeypatch.setattr(checks, "run", broken)
+    made = with_times(**dict.fromkeys(kernels_for("fwd"), 1.0) | {"convgemm": 0.1})
+    with pytest.warns(UserWarning, match="convgemm computes a wrong fwd here"):
+        assert made.tune(SHAPE, ["fwd"]).fwd == "stock"
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernels_that_are_right_are_not_accused(dtype: str) -> None:
+    shapes = [
+        ConvShape((1, 1, 1, 1), (1, 1, 1, 1), dtype=dtype),
+        ConvShape((2, 8, 9, 8, 7), (16, 8, 3, 3, 3), padding=(1, 1, 1), dtype=dtype),
+        ConvShape((2, 8, 300), (8, 1, 5), groups=8, dtype=dtype),
+    ]
+    for shape in shapes:
+        tensors = tuner.random_tensors(shape)
+        for direction in native.DIRECTIONS:
+            assert max(checks.errors(shape, direction, tensors).values()) < checks.LIMIT / 8
+
+
 def convolved(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     """y, dx and dw of a convolution as layers of a parallel model run it."""
     y = tuner.convolution(x, w, None, [1, 1], [1, 1], [1, 1], 1)
@@ -179,8 +230,14 @@ def test_convolutions_are_timed_while_tuning() -> None:
     assert tuner.tuner().winners.times(SHAPE, "fwd")
 
 
-def test_convolutions_of_other_dimensions_are_the_stock_ones() -> None:
-    x, w = torch.randn(2, 4, 5, 5, 5), torch.randn(8, 4, 3, 3, 3)
+@needs_library
+@pytest.mark.parametrize("num_dims", [1, 3])
+def test_lines_and_volumes_are_timed_too(num_dims: int) -> None:
+    x, w = torch.randn(2, 4, *[5] * num_dims), torch.randn(8, 4, *[3] * num_dims)
+    ones = [1] * num_dims
     with tuner.tuning():
-        y = tuner.convolution(x, w, None, [1] * 3, [1] * 3, [1] * 3, 1)
-    torch.testing.assert_close(y, torch.nn.functional.conv3d(x, w, None, 1, 1))
+        y = tuner.convolution(x, w, None, ones, ones, ones, 1)
+    torch.testing.assert_close(y, STOCK_OF[w.ndim](x, w, None, 1, 1), rtol=1e-4, atol=1e-4)
+    shape = ConvShape(tuple(x.shape), tuple(w.shape), padding=tuple(ones))
+    times = tuner.tuner().winners.times(shape, "dw")
+    assert times.keys() >= {"stock", "base", "convgemm_trans"}

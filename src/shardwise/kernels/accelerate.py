@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 
 from shardwise.kernels import tuner
-from shardwise.kernels.conv_shape import ConvShape, shape_of
+from shardwise.kernels.conv_shape import LAST, ConvShape, shape_of
 from shardwise.kernels.dispatch import KernelChoice
 from shardwise.kernels.ops import convolve
 from shardwise.kernels.timed_layers import OWN, AppliedReLU, FusedBatchNorm2d, adopt, applied
@@ -20,19 +21,31 @@ from shardwise.modules import copy_structure
 from shardwise.units import parse_size
 
 
-class TunedConv2d(nn.Conv2d):
+class TunedConv(_ConvNd):
     """A convolution with a kernel for each direction; parameters and state are the original's."""
 
     choice: KernelChoice
     relu = False  # apply the ReLU that followed, while the numbers are in the cache
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.choice.stock or input.ndim != 4:
-            y = super().forward(input)
+        if self.choice.stock or input.ndim != self.weight.ndim:
+            y = super().forward(input)  # of nn.Conv1d, nn.Conv2d or nn.Conv3d
             return applied(functional.relu(y, inplace=True)) if self.relu else y
         how = (self.stride, self.padding, self.dilation, self.groups)
         y = convolve(input, self.weight, self.bias, how, self.choice, self.relu)  # type: ignore[arg-type]
         return applied(y) if self.relu else y
+
+
+class TunedConv1d(TunedConv, nn.Conv1d): ...
+
+
+class TunedConv2d(TunedConv, nn.Conv2d): ...
+
+
+class TunedConv3d(TunedConv, nn.Conv3d): ...
+
+
+TUNED = {nn.Conv1d: TunedConv1d, nn.Conv2d: TunedConv2d, nn.Conv3d: TunedConv3d}
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ def _tuned(
     report: Callable[[Seen], None] | None,
 ) -> nn.Module:
     twin = _laid_out(model, last)
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    x = _last(x) if last else x
     choices: dict[str, KernelChoice] = {}
     for one in convolutions(twin, x):
         if report is not None:
@@ -102,7 +115,7 @@ def _tuned(
         choices[one.name] = chooser.tune(one.shape, directions)
     for name, choice in choices.items():
         module = twin.get_submodule(name)
-        module.__class__ = TunedConv2d  # keeps every table of the module as it is
+        module.__class__ = TUNED[type(module)]  # keeps every table of the module as it is
         module.choice = choice  # type: ignore[assignment]
     before_relus = {id(before) for before, _ in _before_relus(twin)}
 
@@ -118,7 +131,7 @@ def _tuned(
 def _fuse_relus(model: nn.Module) -> None:
     """In a sequence, a ReLU becomes part of the convolution or batch norm before it."""
     for before, after in _before_relus(model):
-        if isinstance(before, TunedConv2d | FusedBatchNorm2d):
+        if isinstance(before, TunedConv | FusedBatchNorm2d):
             before.relu = True
             after.__class__ = AppliedReLU
 
@@ -133,7 +146,7 @@ def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
         for sequence in model.modules()
         if type(sequence) is nn.Sequential
         for before, after in pairwise(sequence)
-        if type(after) is nn.ReLU and isinstance(before, nn.Conv2d | nn.BatchNorm2d)
+        if type(after) is nn.ReLU and isinstance(before, (*TUNED, nn.BatchNorm2d))
         if uses[id(before)] == uses[id(after)] == 1 and not _hooked(before, after)
     ]
 
@@ -145,16 +158,15 @@ def _hooked(*modules: nn.Module) -> bool:
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-    return tuple(
-        t.contiguous(memory_format=torch.channels_last)
-        if isinstance(t, torch.Tensor) and t.ndim == 4
-        else t
-        for t in inputs
-    )
+    return tuple(_last(t) if isinstance(t, torch.Tensor) else t for t in inputs)
+
+
+def _last(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous(memory_format=LAST[t.ndim]) if t.ndim in (4, 5) else t
 
 
 def convolutions(model: nn.Module, x: torch.Tensor) -> list[Seen]:
-    """The 2-D convolutions that one forward pass runs; the model's state is as before.
+    """The convolutions that one forward pass runs; the model's state is as before.
 
     Where a layer runs several times, the last shape counts.
     """
@@ -162,7 +174,7 @@ def convolutions(model: nn.Module, x: torch.Tensor) -> list[Seen]:
 
     def record(name: str, input: torch.Tensor) -> None:
         module = model.get_submodule(name)
-        assert isinstance(module, nn.Conv2d)
+        assert isinstance(module, _ConvNd)
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return
         how = (module.stride, module.padding, module.dilation, module.groups)
@@ -170,7 +182,7 @@ def convolutions(model: nn.Module, x: torch.Tensor) -> list[Seen]:
         if shape is not None:
             found[name] = Seen(name, shape, input.data_ptr() == x.data_ptr())
 
-    _watch(model, x, (nn.Conv2d,), record)
+    _watch(model, x, tuple(TUNED), record)
     return list(found.values())
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.kernels.conv_shape import ConvShape, Pair, memory_format, shape_of
+from shardwise.kernels.conv_shape import ConvShape, Sizes, memory_format, shape_of
 from shardwise.kernels.native import DIRECTIONS, DONE, library
 
 STOCK = "stock"
@@ -15,13 +15,16 @@ STOCK = "stock"
 KERNELS: dict[str, tuple[str, ...]] = {
     "fwd": ("winograd4", "winograd2", "base", "direct", "depthwise", "convgemm"),
     "dx": ("winograd4", "winograd2", "base", "depthwise", "convgemm", "deconvgemm"),
-    "dw": ("winograd4", "winograd2", "base", "reindex", "direct", "depthwise", "convgemm_trans"),
+    "dw": (
+        *("winograd4", "winograd2", "base", "reindex", "direct", "depthwise", "tapwise"),
+        "convgemm_trans",
+    ),
 }
 INEXACT = ("winograd2", "winograd4")  # more rounding than a plain sum of products
 
 persistent = True  # P1's PM: workspaces stay allocated between calls
 
-Settings = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+Settings = tuple[Sizes, Sizes, Sizes, int]  # stride, padding, dilation, groups
 
 
 class KernelChoice(NamedTuple):
@@ -60,7 +63,7 @@ def forward(
     """y, with the bias added and, if asked for, negative numbers set to 0."""
 
     def stock() -> torch.Tensor:
-        y = torch.convolution(x, w, bias, *settings[:3], False, [0, 0], settings[3])
+        y = torch.convolution(x, w, bias, *settings[:3], False, [0], settings[3])
         return y.relu_() if relu else y
 
     shape = shape_of(x, w, *settings)
@@ -108,7 +111,7 @@ def _run(
         return stock()
     last = shape.filter_last if direction == "dw" else shape.last
     dtype = getattr(torch, shape.dtype)
-    out = torch.empty(out_shape, dtype=dtype, memory_format=memory_format(last))
+    out = torch.empty(out_shape, dtype=dtype, memory_format=memory_format(last, len(out_shape)))
     problem = shape.problem(torch.get_num_threads(), relu)
     names = KERNELS[direction]
     if kernel not in names:
@@ -131,7 +134,7 @@ def stock_backward(
     """dx and dw of torch's own operator, those that are wanted."""
     stride, padding, dilation, groups = settings
     dx, dw, _ = torch.ops.aten.convolution_backward(
-        dy, x, w, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]
+        dy, x, w, None, stride, padding, dilation, False, [0], groups, [*wanted, False]
     )
     return dx, dw
 
@@ -143,7 +146,7 @@ def _same(x: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _dense(t: torch.Tensor, last: bool) -> torch.Tensor:
-    return t.contiguous(memory_format=memory_format(last))
+    return t.contiguous(memory_format=memory_format(last, t.ndim))
 
 
 assert set(KERNELS) == set(DIRECTIONS)

@@ -16,7 +16,7 @@ from shardwise.errors import ShardwiseError
 
 DIRECTIONS = ("fwd", "dx", "dw")
 DONE, UNSUPPORTED, NO_MEMORY, FAILED = range(4)
-INTERFACE = 2  # of native/api.cpp
+INTERFACE = 3  # of native/api.cpp
 FOLDER = Path(__file__).parent
 ISAS = ("avx512", "avx2", "portable")  # a CPU that runs one runs those after it
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}  # as torch names what the CPU has
@@ -28,12 +28,13 @@ def int64s(*names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
 
 
 class ConvProblem(ctypes.Structure):
-    """One convolution as the library reads it: x_NCHW, w_FCRS, y_NFPQ."""
+    """One convolution as the library reads it: x_NCDHW, w_FCTRS, y_NFOPQ."""
 
     _fields_ = int64s(
-        *("n", "c", "h", "w", "f", "r", "s", "p", "q"),
-        *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "groups"),
-        *("last", "filter_last", "relu", "threads"),
+        *("n", "c", "d", "h", "w", "f", "t", "r", "s", "o", "p", "q"),
+        *("stride_d", "stride_h", "stride_w", "pad_d", "pad_h", "pad_w"),
+        *("dilation_d", "dilation_h", "dilation_w"),
+        *("groups", "last", "filter_last", "relu", "threads"),
     )
 
 

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from shardwise.kernels import dispatch
-from shardwise.kernels.conv_shape import channels_last, is_eager, memory_format, num_windows, pair
+from shardwise.kernels.conv_shape import (
+    channels_last,
+    is_eager,
+    memory_format,
+    num_windows,
+    per_dim,
+)
 from shardwise.kernels.dispatch import STOCK, KernelChoice, Settings, kernels_for
 
 _TAIL = (
@@ -26,6 +32,8 @@ _ops.define(f"conv(Tensor x, Tensor w, Tensor? bias, {_TAIL}, bool relu) -> Tens
 _ops.define(f"conv_dx(Tensor dy, Tensor x, Tensor w, {_TAIL}) -> Tensor")
 _ops.define(f"conv_dw(Tensor dy, Tensor x, Tensor w, {_TAIL}) -> Tensor")
 
+# By the dimensions of w; autocast does not know torch.convolution.
+STOCK_OF = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}
 FWD, DX, DW = 4, 5, 6  # where the kernels' names are in the tail
 Tail = tuple[Any, ...]
 
@@ -34,9 +42,9 @@ def conv(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    dilation: int | tuple[int, int] = 1,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
     *,
     fwd: str = "convgemm",
@@ -44,7 +52,7 @@ def conv(
     dw: str = "convgemm_trans",
     relu: bool = False,
 ) -> torch.Tensor:
-    """A 2-D convolution whose three directions are computed by the kernels that are named.
+    """A 1-D, 2-D or 3-D convolution, each of its three directions by the kernel that is named.
 
     A kernel that does not take the shape, the precision or the device gives way to another.
 
@@ -55,8 +63,10 @@ def conv(
         if name not in kernels_for(direction):
             known = ", ".join(kernels_for(direction))
             raise ValueError(f"{direction}={name!r} is no kernel; choose from {known}")
-    settings = (pair(stride), pair(padding), pair(dilation), groups)
-    return convolve(x, w, bias, settings, KernelChoice(fwd, dx, dw), relu)
+    stride, padding, dilation = (per_dim(v, w.ndim - 2) for v in (stride, padding, dilation))
+    return convolve(
+        x, w, bias, (stride, padding, dilation, groups), KernelChoice(fwd, dx, dw), relu
+    )
 
 
 def _settings(tail: Tail) -> Settings:
@@ -78,7 +88,7 @@ def convolve(
     operator.
     """
     if torch._C._are_functorch_transforms_active() or _autocasts(x):
-        y = torch.conv2d(x, w, bias, *settings)  # autocast does not know torch.convolution
+        y = STOCK_OF[w.ndim](x, w, bias, *settings)
         return y.relu() if relu else y
     if is_eager(x, w, bias):
         return Convolution.apply(x, w, bias, settings, choice, relu)  # type: ignore[return-value]
@@ -114,7 +124,11 @@ class Convolution(torch.autograd.Function):
         else:
             dx = dispatch.backward("dx", dy, x, w, settings, choice.dx) if needs_x else None
             dw = dispatch.backward("dw", dy, x, w, settings, choice.dw) if needs_w else None
-        return dx, dw, dy.sum((0, 2, 3)) if needs_bias else None, None, None, None
+        return dx, dw, _of_bias(dy) if needs_bias else None, None, None, None
+
+
+def _of_bias(dy: torch.Tensor) -> torch.Tensor:
+    return dy.sum((0, *range(2, dy.ndim)))
 
 
 # -- what the operators compute --------------------------------------------------------------------
@@ -142,7 +156,7 @@ for _name, _function in _COMPUTED.items():
 @torch.library.register_fake("shardwise::conv")
 def _fake_conv(x, w, bias, stride, padding, dilation, groups, *_rest):  # type: ignore[no-untyped-def]
     sizes = num_windows(x.shape[2:], w.shape[2:], stride, padding, dilation)
-    form = memory_format(channels_last(x, w))
+    form = memory_format(channels_last(x, w), x.ndim)
     return torch.empty(
         (x.shape[0], w.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=form
     )
@@ -150,7 +164,7 @@ def _fake_conv(x, w, bias, stride, padding, dilation, groups, *_rest):  # type: 
 
 @torch.library.register_fake("shardwise::conv_dx")
 def _fake_dx(dy, x, w, *_tail):  # type: ignore[no-untyped-def]
-    form = memory_format(channels_last(x, w))
+    form = memory_format(channels_last(x, w), x.ndim)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=form)
 
 
@@ -176,7 +190,7 @@ def _conv_gradients(ctx, dy):  # type: ignore[no-untyped-def]
     ops = torch.ops.shardwise
     dx = ops.conv_dx(dy, x, w, *ctx.tail) if ctx.needs_input_grad[0] else None
     dw = ops.conv_dw(dy, x, w, *ctx.tail) if ctx.needs_input_grad[1] else None
-    db = dy.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None
+    db = _of_bias(dy) if ctx.needs_input_grad[2] else None
     return dx, dw, db, *[None] * 8
 
 

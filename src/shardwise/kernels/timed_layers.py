@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from shardwise.kernels.conv_shape import (
     PRECISIONS,
-    Pair,
+    Sizes,
     is_eager,
     memory_format,
-    pair,
+    per_dim,
     strictly_last,
 )
 from shardwise.kernels.dispatch import STOCK
@@ -141,12 +141,12 @@ class Windows(ctypes.Structure):
 class Pooling(NamedTuple):
     """What a pooling does, as torch names it."""
 
-    kernel_size: Pair
-    stride: Pair
-    padding: Pair
+    kernel_size: Sizes
+    stride: Sizes
+    padding: Sizes
     ceil_mode: bool
 
-    def out(self, size: Sequence[int]) -> Pair:
+    def out(self, size: Sequence[int]) -> Sizes:
         """The windows of an image of this height and width."""
         parts = zip(size, *self[:3], strict=True)
         down, across = (_count(*part, self.ceil_mode) for part in parts)
@@ -197,9 +197,9 @@ class FastMaxPool2d(torch.nn.MaxPool2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         sizes = (self.kernel_size, self.stride, self.padding)
-        how = Pooling(*map(pair, sizes), ceil_mode=self.ceil_mode)
+        how = Pooling(*(per_dim(size, 2) for size in sizes), ceil_mode=self.ceil_mode)
         # A window with dilation may have no pixel at all.
-        if self.return_indices or pair(self.dilation) != (1, 1) or not _takes(input, how):
+        if self.return_indices or per_dim(self.dilation, 2) != (1, 1) or not _takes(input, how):
             return super().forward(input)  # type: ignore[return-value]
         return NativeMaxPool.apply(input, how)  # type: ignore[return-value]
 

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from shardwise.files import TimesFile
-from shardwise.kernels import dispatch
+from shardwise.kernels import checks, dispatch
+from shardwise.kernels.checks import settings
 from shardwise.kernels.conv_shape import ConvShape, memory_format, shape_of
 from shardwise.kernels.dispatch import (
     INEXACT,
@@ -72,6 +73,10 @@ class Winners(TimesFile):
     def times(self, shape: ConvShape, direction: str) -> Times:
         return self.seconds.get(shape.key, {}).get(direction, {})
 
+    def errors(self, shape: ConvShape, direction: str) -> dict[str, float]:
+        """By kernel, in the units of `checks`; they lie beside the times, in the same file."""
+        return self.seconds.get(shape.key, {}).get(f"{direction} errors", {})
+
 
 class Tuner:
     """Chooses kernels by what was timed on this CPU with this number of threads."""
@@ -94,7 +99,10 @@ class Tuner:
 
     def _best(self, shape: ConvShape, direction: str) -> str:
         times = self.winners.times(shape, direction)
-        allowed = [name for name in times if self._fits(name, direction, shape)]
+        wrong = checks.wrong(self.winners.errors(shape, direction))
+        allowed = [n for n in times if n not in wrong and self._fits(n, direction, shape)]
+        if STOCK in wrong:
+            return min(allowed, key=times.__getitem__, default=checks.JUDGES[direction])
         best = min(allowed, key=times.__getitem__, default=STOCK)
         return best if times.get(best, inf) <= MARGIN * times.get(STOCK, inf) else STOCK
 
@@ -109,13 +117,17 @@ class Tuner:
         return [name for name in kernels_for(direction) if self._fits(name, direction, shape)]
 
     def tune(self, shape: ConvShape, directions: Iterable[str] = DIRECTIONS) -> KernelChoice:
-        """Times what has not been timed yet on random numbers, then chooses."""
+        """Times what has not been timed yet on random numbers, and checks it, then chooses."""
         missing = {d: self._missing(shape, d) for d in directions}
-        if any(missing.values()):
+        unchecked = [d for d in missing if library() and not self.winners.errors(shape, d)]
+        if unchecked or any(missing.values()):
             tensors = random_tensors(shape)
             for direction, names in missing.items():
                 if names:
                     self._time(shape, direction, names, tensors)
+            known = self.winners.seconds.setdefault(shape.key, {})
+            for direction in unchecked:
+                known[f"{direction} errors"] = checks.errors(shape, direction, tensors)
             self.winners.save()
             self._choices.pop(shape, None)
         return self.known(shape)
@@ -141,16 +153,12 @@ class Tuner:
         record.update(interleaved({n: call(direction, n, how, *tensors) for n in names}))
 
 
-def settings(shape: ConvShape) -> Settings:
-    return shape.stride, shape.padding, shape.dilation, shape.groups
-
-
 def random_tensors(shape: ConvShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, w and dy of a shape, in its layout; the numbers of torch's generator are not used up."""
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, shape.dtype)
     sizes = ((shape.x, shape.last), (shape.w, shape.filter_last), (shape.out, shape.last))
     x, w, dy = (
-        torch.empty(size, dtype=dtype, memory_format=memory_format(last)).normal_(
+        torch.empty(size, dtype=dtype, memory_format=memory_format(last, len(size))).normal_(
             generator=generator
         )
         for size, last in sizes
@@ -236,14 +244,12 @@ def convolution(
 ) -> torch.Tensor:
     """PyTorch's own convolution; inside `tuning`, by the fastest kernels for its shape.
 
-    x, w: any number of spatial dimensions; only two have kernels of ours. What is on disk counts
-    only inside `tuning`: other numbers than PyTorch's must be asked for.
+    What is on disk counts only inside `tuning`: other numbers than PyTorch's must be asked for.
     """
-    if _tuning and x.ndim == 4:
+    if _tuning:
         how = (tuple(stride), tuple(padding), tuple(dilation), groups)
-        shape = shape_of(x, w, *how)  # type: ignore[arg-type]
+        shape = shape_of(x, w, *how)
         choice = KernelChoice() if shape is None else tuner().tune(shape)
         if not choice.stock:
-            return convolve(x, w, bias, how, choice, False)  # type: ignore[arg-type]
-    zeros = [0] * (x.ndim - 2)
-    return torch.convolution(x, w, bias, stride, padding, dilation, False, zeros, groups)
+            return convolve(x, w, bias, how, choice, False)
+    return torch.convolution(x, w, bias, stride, padding, dilation, False, [0], groups)
