@@ -25,7 +25,10 @@ SHOWN = {  # with names that the reader knows: a model, its plan, the folder of 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_of_a_module_are_true(name: str) -> None:
+def test_examples_of_a_module_are_true(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where some write a file
     runner = doctest.DocTestRunner()
     for found in doctest.DocTestFinder().find(import_module(name)):
         if found.name.rpartition(".")[2] not in SHOWN:
