@@ -21,6 +21,7 @@ from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
+from shardwise.planner.recompute import all_again, check_choice, fitted
 from shardwise.planner.several_sizes import for_all_sizes
 from shardwise.planner.shown_plan import as_text
 from shardwise.planner.simulate import simulate
@@ -126,35 +127,35 @@ def plan(
     gradients: Engine | str | None = None,
     inference: bool = False,
     sizes: Sequence[Any] = (),
+    recompute: str = "none",
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
     `cluster` is a description, a preset ("p100-4x4"), a shorthand ("4x10Gb") or a file; `memory`
     caps what a worker may use ("8GiB"). With inference=True only the forward pass costs time, and
     nothing is kept for a backward pass. `sizes` are shapes of other inputs to plan for: each gets
-    the splits that are best for it, and what lies between them those of the nearest.
+    the splits that are best for it, and what lies between them those of the nearest. With
+    recompute="auto" the backward pass may compute layers again where `memory` asks for it, with
+    "all" it computes again whatever frees memory.
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
     if inference:
         training = training or Training.none()
-    if isinstance(model, LayerGraph):
-        graph = model
-    else:
-        vary = inference or bool(sizes)
-        graph = capture(model, *inputs, training=not inference, sizes_vary=vary)
+    graph, modes = model, {"training": not inference, "sizes_vary": inference or bool(sizes)}
+    if not isinstance(graph, LayerGraph):
+        graph = capture(graph, *inputs, **modes)
     if inference and graph.training:
         raise PlanError("the graph is of training: capture(..., training=False) is for inference")
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
-    cap = machines.device.memory
-    if memory is not None:
-        cap = parse_size(memory) if isinstance(memory, str) else memory
-
-    def costs_of(graph: LayerGraph) -> Costs:
-        return Costs(graph, machines, timer or timer_for(machines, graph), training)
-
-    return best_plan([costs_of(each) for each in of_sizes(graph, sizes)], gradients, cap)
+    each = [
+        Costs(own, machines, timer or timer_for(machines, own), training)
+        for own in of_sizes(graph, sizes)
+    ]
+    cap = machines.device.memory if memory is None else memory
+    cap = parse_size(cap) if isinstance(cap, str) else cap
+    return best_plan(each, gradients, cap, recompute)
 
 
 def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:
@@ -166,15 +167,19 @@ def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:
 
 
 def best_plan(
-    each: Sequence[Costs], gradients: Engine | str | None = None, cap: int | None = None
+    each: Sequence[Costs],
+    gradients: Engine | str | None = None,
+    cap: int | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan for one size of inputs, or for several, with all that is known about it."""
+    check_choice(recompute)
     if len(each) == 1:
-        return examine(each[0], gradients, cap=cap)
+        return examine(each[0], gradients, cap=cap, recompute=recompute)
     plans = []
     for costs in each:
         try:
-            plans.append(examine(costs, gradients, cap=cap))
+            plans.append(examine(costs, gradients, cap=cap, recompute=recompute))
         except PlanError as error:
             shapes = [costs.graph[name].shape for name in costs.graph.inputs]
             sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
@@ -192,6 +197,7 @@ def examine(
     gradients: Engine | str | None = None,
     cap: int | None = None,
     chosen: Plan | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
     planner, steps = Planner(costs), _Steps(costs, Engine.of(gradients))
@@ -201,10 +207,11 @@ def examine(
         for name, (rival, prediction) in baselines(costs).items()
     }
     if chosen is None:
-        candidates = _candidates(planner, cap)
-        if few:
+        candidates = _candidates(planner, cap, recompute)
+        if few and recompute != "all":
             fitting = [r.plan for r in rivals.values() if cap is None or r.prediction.memory <= cap]
             candidates += fitting
+        if few:
             seconds = [steps.of(candidate).seconds for candidate in candidates]
         else:
             seconds = [predict(candidate, costs).seconds for candidate in candidates]
@@ -213,14 +220,31 @@ def examine(
     return replace(chosen, findings=findings)
 
 
-def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
+def _candidates(planner: Planner, cap: int | None, recompute: str) -> list[Plan]:
     """The best plans, for different parts of the updates that overlap hides."""
-    trains = planner.costs.training.gradients
+    costs, trains = planner.costs, planner.costs.training.gradients
     plans = [planner.best(hidden) for hidden in (HIDDEN if trains else HIDDEN[:1])]
+    if recompute == "all" and trains:
+        plans = [all_again(plan, costs) for plan in plans]
     if cap is None:
         return plans
-    fitting = [plan for plan in plans if predict(plan, planner.costs).memory <= cap]
-    return [planner.under(cap)[0], *fitting]
+    fitting = [plan for plan in plans if predict(plan, costs).memory <= cap]
+    if recompute == "none" or not trains or fitting:
+        return fitting if recompute == "all" and fitting else [planner.under(cap)[0], *fitting]
+    return _fitted(planner, cap, plans)
+
+
+def _fitted(planner: Planner, cap: int, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that fit by their splits, or by what they compute again."""
+    costs, least = planner.costs, planner.least_memory()[0]
+    found = [fitted(replace(plan, recompute=()), costs, cap) for plan in (*plans, least)]
+    fitting = [plan for plan in found if plan is not None]
+    try:
+        return [planner.under(cap)[0], *fitting]
+    except PlanError:
+        if not fitting:
+            raise
+    return fitting
 
 
 class _Steps:
@@ -231,7 +255,7 @@ class _Steps:
         self._known: dict[Hashable, Trace] = {}
 
     def of(self, plan: Plan) -> Trace:
-        if (key := tuple(plan.layers.items())) not in self._known:
+        if (key := (plan.recompute, *plan.layers.items())) not in self._known:
             costs = self.costs
             self._known[key] = simulate(
                 plan, costs.graph, costs.cluster, costs.timer, costs.training, self.gradients

@@ -22,7 +22,7 @@ from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
 from shardwise.plans.fitting import fit, random_config
-from shardwise.plans.recompute import Segments, check_segments, segment_numbers
+from shardwise.plans.segments import Segments, check_segments, segment_numbers
 
 FORMAT = "shardwise-plan-2"
 FLOAT = "float"  # an input of the same type as the parameters

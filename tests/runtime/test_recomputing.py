@@ -17,7 +17,7 @@ from shardwise import Plan, ShardwiseError, capture, optimizer, parallelize
 from shardwise.comm import About, Communicator
 from shardwise.comm.in_process import InProcess, World
 from shardwise.graph.layer_graph import LayerGraph
-from shardwise.plans.recompute import Segments
+from shardwise.plans.segments import Segments
 from shardwise.runtime.block import plain
 
 SHAPE = (4, 3, 8, 8)
