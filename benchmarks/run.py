@@ -39,6 +39,7 @@ BENCHMARKS = {
     "overhead": Benchmark(1, ("--rounds", "5"), full=2),
     "memory": Benchmark(1),
     "memory_cap": Benchmark(1),
+    "recompute": Benchmark(3, ("--repeats", "5"), full=4),
     "too_large": Benchmark(3),
     "predict": Benchmark(3, ("--rounds", "2"), full=8),
     "kernels": Benchmark(1, ("--every", "8"), full=20),

@@ -48,6 +48,13 @@ def plan(
     batch: Batch = None,
     shape: Shapes = None,
     memory: Memory = None,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="Layers that the backward pass computes again: none, auto (where the memory asks "
+            "for it) or all."
+        ),
+    ] = "none",
     gradients: Gradients = "buckets:8MiB",
     inference: Inference = False,
     size: Annotated[
@@ -104,7 +111,7 @@ def plan(
     asked = {"output": output, "inference": inference, "sizes": tuple(sizes)}
     request = PlanRequest(spec, cluster, workers, **asked, pins=dict(layer_splits(pin)))
     with working(f"planning {model}"):
-        found = planned(request.all_costs(), gradients, memory)
+        found = planned(request.all_costs(), gradients, memory, recompute)
         answers = questions.answers(found)
     if save is not None:
         found.save(save)

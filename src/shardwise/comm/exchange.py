@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -34,6 +34,20 @@ class Delivery:
             return self._recorded(x, comm)
         return self._start(x, comm)
 
+    def received(self, y: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of what of the result others have sent; of a sum, all of it."""
+        if self.route.kind in ("identity", "local"):
+            return []
+        return [y] if self.adds else [y[piece.slices].clone() for piece in self.route.receives]
+
+    def again(self, x: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result once more, from the same part and what was received: no message is sent."""
+        if self.route.kind == "identity":
+            return x
+        if self.route.kind == "local":
+            return self._own_part(x)
+        return received[0] if self.adds else self._put(self._begun(x), received)
+
     def _recorded(self, x: torch.Tensor, comm: Communicator) -> Wait:
         before = comm.timeline.switch(f"{self.about.name} packed", "copy")
         wait = self._start(x, comm)
@@ -50,7 +64,7 @@ class Delivery:
     def _start(self, x: torch.Tensor, comm: Communicator) -> Wait:
         route, kind, about = self.route, self.route.kind, self.about
         if kind == "local":
-            y = x[route.own[0]] if route.own else x.new_empty(route.target.shape)
+            y = self._own_part(x)
             return lambda: y
         if kind == "all_reduce":
             y = x.clone(memory_format=torch.contiguous_format)  # statistics: order does not matter
@@ -76,20 +90,32 @@ class Delivery:
         route = self.route
         arriving = [(piece.peer, x.new_empty(piece.shape)) for piece in route.receives]
         pending = self._post(x, arriving, comm)
-        y = self._new_target(x)
-        if route.own is not None:
-            y[route.own[1]] = x[route.own[0]]
+        y = self._begun(x)
 
         def finish() -> torch.Tensor:
             pending.wait()
-            for piece, (_, part) in zip(route.receives, arriving, strict=True):
-                if self.adds:
-                    y[piece.slices] += part
-                else:
-                    y[piece.slices] = part
-            return y
+            return self._put(y, [part for _, part in arriving])
 
         return finish
+
+    def _own_part(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.route.own[0]] if self.route.own else x.new_empty(self.route.target.shape)
+
+    def _begun(self, x: torch.Tensor) -> torch.Tensor:
+        """The new tensor with what this rank itself has of it."""
+        y, own = self._new_target(x), self.route.own
+        if own is not None:
+            y[own[1]] = x[own[0]]
+        return y
+
+    def _put(self, y: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Puts (or adds) what has arrived where it belongs."""
+        for piece, part in zip(self.route.receives, parts, strict=True):
+            if self.adds:
+                y[piece.slices] += part
+            else:
+                y[piece.slices] = part
+        return y
 
     def _post(
         self, x: torch.Tensor, arriving: list[tuple[int, torch.Tensor]], comm: Communicator

@@ -14,7 +14,7 @@ from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.candidates import most_workers
 from shardwise.planner.costs import Costs
-from shardwise.planner.memory import SLACK
+from shardwise.planner.memory import SLACK, SegmentMemory
 from shardwise.planner.search import Problem, Solution, solve
 from shardwise.plans.fitting import fit
 from shardwise.plans.plan import Plan
@@ -73,7 +73,7 @@ class Prediction:
 
 def predict(plan: Plan, costs: Costs) -> Prediction:
     """What this plan costs, from the same functions that the search minimises; found out once."""
-    key = (plan.world, *plan.layers.items())
+    key = (plan.world, plan.recompute, *plan.layers.items())
     if key not in costs.predictions:
         costs.predictions[key] = _Appraised(plan, costs).prediction()
     return costs.predictions[key]
@@ -85,16 +85,21 @@ class _Appraised:
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.costs, self.graph, self.world = costs, costs.graph, plan.world
         self.configs = plan.configs(costs.graph)
+        self.segments = SegmentMemory.of(plan, costs.memory)
+        self.again = {name: each for each in self.segments for name in each.layers}
 
     def prediction(self) -> Prediction:
-        graph = self.graph
-        rows, stored, working = [], np.zeros(self.world), np.zeros(self.world)
+        graph, rows, working = self.graph, [], np.zeros(self.world)
+        stored = sum((segment.kept for segment in self.segments), np.zeros(self.world))
         for layer in map(graph.by_name.__getitem__, self.costs.sources):
             row, buffers = self._row(layer)
             rows.append(row)
-            held, while_running = self.costs.memory.of(self._split(layer))
-            stored += held
-            working = np.maximum(working, while_running + buffers + self._waiting(layer))
+            weights, saved, while_running = self.costs.memory.of(self._split(layer))
+            segment = self.again.get(layer.name)
+            stored += weights + (saved if segment is None else 0.0)
+            running = while_running + buffers + self._waiting(layer)
+            running += 0.0 if segment is None else segment.there_again
+            working = np.maximum(working, running)
         outputs = [graph[name] for name in graph.outputs if name not in graph.inputs]
         rows += map(self._output_row, outputs)
         working = np.maximum(working, sum(map(self._returned, outputs)))
@@ -117,8 +122,10 @@ class _Appraised:
             if nbytes > 0:
                 buffers += costs.memory.moving(self._split(source), self._split(layer), index)
         called = layer.traits.called or layer.op
-        times = float(own.compute[place]), transfer, float(own.update[place])
-        memory = round(float(own.memory[place]))
+        again = layer.name in self.again
+        compute = float(own.compute[place]) + again * float(own.forward[place])
+        times = compute, transfer, float(own.update[place])
+        memory = round(float((own.stored if again else own.memory)[place]))
         return PlannedLayer(layer.name, called, config, *times, round(moved), memory), buffers
 
     def _waiting(self, layer: Layer) -> np.ndarray:

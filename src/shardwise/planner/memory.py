@@ -12,6 +12,9 @@ from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES, Split
 from shardwise.planner.layer_costs import Training
+from shardwise.plans.compile import compile_program
+from shardwise.plans.plan import Plan
+from shardwise.plans.program import Move, Program, Run, Segment
 
 SLACK = 1.1  # what allocators and libraries add to the memory of tensors: up to a tenth, measured
 
@@ -22,26 +25,26 @@ class Memory:
 
     graph: LayerGraph
     training: Training
-    _known: dict[tuple[str, Config], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _known: dict[tuple[str, Config], tuple[np.ndarray, ...]] = field(default_factory=dict)
 
-    def of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per rank that a layer holds all the time, and those that come and go as it runs."""
+    def of(self, split: Split) -> tuple[np.ndarray, ...]:
+        """Bytes per rank: of weights, kept for the backward pass, and those that come and go."""
         if (key := (split.layer.name, split.config)) not in self._known:
             self._known[key] = self._of(split)
         return self._known[key]
 
-    def _of(self, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    def _of(self, split: Split) -> tuple[np.ndarray, ...]:
         layer, strategy = split.layer, STRATEGIES[split.layer.op]
         read = [need.layout.numels for need in strategy.needs(split)]
         partial, made = strategy.partial(split), strategy.output(split).numels
-        held = self.stored(layer, read, made)
+        stored, saved = self.stored(layer, read, made), np.zeros(len(made))
         if self.training.gradients:
-            held = held + self.saved(layer, read, made)
+            saved = self.saved(layer, read, made)
         both = 2.0 if self.training.gradients else 1.0  # gradients beside values
         working = self.working(layer, read, made if partial is None else partial.numels) * both
         if partial is not None:  # its parts as messages, and those of the others as they arrive
             working = working + 2.0 * partial.numels * self.training.itemsize
-        return held, working
+        return stored, saved, working
 
     def working(self, layer: Layer, read: Sequence[np.ndarray], made: np.ndarray) -> np.ndarray:
         """What a layer reads of other layers, and what it makes."""
@@ -106,3 +109,42 @@ class Memory:
             ]
             for layer in graph.layers
         }
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentMemory:
+    """What a segment takes that is computed again; bytes per rank."""
+
+    layers: tuple[str, ...]
+    kept: np.ndarray  # all the time: what comes from elsewhere
+    there_again: np.ndarray  # while its gradients are computed: what else would be kept
+
+    @property
+    def freed(self) -> np.ndarray:
+        return self.there_again - self.kept
+
+    @classmethod
+    def of(cls, plan: Plan, memory: Memory) -> list[SegmentMemory]:
+        """Of all segments of a plan, from the program that will run."""
+        if not plan.recompute or not memory.training.gradients:
+            return []
+        program = compile_program(memory.graph, plan, 0, memory.graph.params)
+        segments = dict.fromkeys(program.segments.values())
+        return [cls._of(segment, program, plan, memory) for segment in segments]
+
+    @classmethod
+    def _of(cls, segment: Segment, program: Program, plan: Plan, memory: Memory) -> SegmentMemory:
+        kept, again, layers = np.zeros(plan.world), np.zeros(plan.world), []
+        for name in segment.inputs:
+            kept += program.layouts[name].numels
+        for step in segment.steps:
+            if isinstance(step, Move):
+                transfer = step.transfer
+                arrived = transfer.messages.sum(axis=0)
+                kept += transfer.target.numels if transfer.adds else arrived
+        runs = (step for step in segment.steps if isinstance(step, Run))
+        for op in (op for run in runs for op in run.ops):
+            split = Split.of(op.local.layer, op.local.config, plan.world)
+            again += memory.of(split)[1]
+            layers.append(op.local.layer.name)
+        return cls(tuple(layers), kept * float(memory.training.itemsize), again)

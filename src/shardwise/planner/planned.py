@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -26,6 +24,7 @@ from shardwise.planner.layer_times import timer_for
 from shardwise.planner.optimality import Optimality, least_cost
 from shardwise.planner.pins import Pins, pinned, planned_layer
 from shardwise.planner.plan_difference import PlanDifference
+from shardwise.planner.recompute import all_again, check_choice, fitted
 from shardwise.planner.several_sizes import for_all_sizes
 from shardwise.planner.shown_plan import as_text
 from shardwise.planner.simulated_steps import Steps
@@ -34,6 +33,7 @@ from shardwise.plans.gradient_schedule import Engine
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import OUTPUTS
 from shardwise.plans.trace import Trace
+from shardwise.plans.uncollected import uncollected
 from shardwise.units import parse_size
 
 HIDDEN = (0.0, 0.5, 1.0)  # parts of the updates that may overlap with the backward pass
@@ -152,6 +152,7 @@ def plan(
     output: str = "full",
     sizes: Sequence[Any] = (),
     pins: Pins | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan for a model on a cluster; it prints as a table and explains its choices.
 
@@ -160,7 +161,9 @@ def plan(
     nothing is kept for a backward pass. `output` is what `parallelize` will be given. `sizes` are
     shapes of other inputs to plan for: each gets the splits that are best for it, and what lies
     between them those of the nearest. `pins` fixes the splits of some layers, such as
-    {"conv1": "h=4"}; the others are solved around them.
+    {"conv1": "h=4"}; the others are solved around them. With recompute="auto" the backward pass
+    may compute layers again where `memory` asks for it, with "all" it computes again whatever frees
+    memory.
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
@@ -178,7 +181,7 @@ def plan(
         pinned(Costs(part, machines, timer or timer_for(machines, part), training), pins or {})
         for part in of_sizes(graph, sizes)
     ]
-    return best_plan(each, gradients, cap)
+    return best_plan(each, gradients, cap, recompute)
 
 
 def _graph(
@@ -202,15 +205,19 @@ def of_sizes(graph: LayerGraph, sizes: Sequence[Any]) -> list[LayerGraph]:
 
 
 def best_plan(
-    each: Sequence[Costs], gradients: Engine | str | None = None, cap: int | None = None
+    each: Sequence[Costs],
+    gradients: Engine | str | None = None,
+    cap: int | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan for one size of inputs, or for several, with all that is known about it."""
+    check_choice(recompute)
     if len(each) == 1:
-        return examine(each[0], gradients, cap=cap)
+        return examine(each[0], gradients, cap=cap, recompute=recompute)
     plans = []
     for costs in each:
         try:
-            plans.append(examine(costs, gradients, cap=cap))
+            plans.append(examine(costs, gradients, cap=cap, recompute=recompute))
         except PlanError as error:
             shapes = [costs.graph[name].shape for name in costs.graph.inputs]
             sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
@@ -218,42 +225,33 @@ def best_plan(
 
     def fitted(plan: Plan, costs: Costs) -> Plan:
         own = Plan.make(costs.graph, costs.world, lambda layer: plan.config(layer, costs.graph))
-        return examine(costs, gradients, chosen=own)
+        return examine(costs, gradients, chosen=replace(own, recompute=plan.recompute))
 
     return for_all_sizes(plans, cap, fitted)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leaves out the search for cycles within: it took 3 of 5 s of planning a ResNet-152."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def examine(
     costs: Costs,
     gradients: Engine | str | None = None,
     cap: int | None = None,
     chosen: Plan | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan, or the given one, with all that is known about it."""
     began = perf_counter()
     planner, steps = Planner(costs), Steps(costs, Engine.of(gradients))
-    found = _candidates(planner, cap) if chosen is None else [chosen]
-    bound, capped = least_cost(planner, cap)
+    found = _candidates(planner, cap, recompute) if chosen is None else [chosen]
+    # Computing again frees memory at a price: then the least cost without a limit is what holds.
+    keeps = recompute == "none" and not any(plan.recompute for plan in found)
+    bound, capped = least_cost(planner, cap if keeps else None)
     seconds = perf_counter() - began
     few = costs.world <= SIMULATED
     rivals = {
         name: Rival(rival, prediction, steps.of(rival).seconds if few else 0.0)
         for name, (rival, prediction) in baselines(costs).items()
     }
-    if chosen is None and few:
+    if chosen is None and few and recompute != "all":
         found += [rival.plan for rival in rivals.values() if _allowed(rival, costs, cap)]
     best = _fastest(found, steps, few)
     prediction = predict(best, costs)
@@ -275,14 +273,31 @@ def _hidden(planner: Planner, prediction: Prediction) -> float:
     return min(HIDDEN, key=regret)
 
 
-def _candidates(planner: Planner, cap: int | None) -> list[Plan]:
+def _candidates(planner: Planner, cap: int | None, recompute: str) -> list[Plan]:
     """The best plans, for different parts of the updates that overlap hides."""
-    trains = planner.costs.training.gradients
+    costs, trains = planner.costs, planner.costs.training.gradients
     plans = [planner.best(hidden) for hidden in (HIDDEN if trains else HIDDEN[:1])]
+    if recompute == "all" and trains:
+        plans = [all_again(plan, costs) for plan in plans]
     if cap is None:
         return plans
-    fitting = [plan for plan in plans if predict(plan, planner.costs).memory <= cap]
-    return [planner.under(cap)[0], *fitting]
+    fitting = [plan for plan in plans if predict(plan, costs).memory <= cap]
+    if recompute == "none" or not trains or fitting:
+        return fitting if recompute == "all" and fitting else [planner.under(cap)[0], *fitting]
+    return _fitted(planner, cap, plans)
+
+
+def _fitted(planner: Planner, cap: int, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that fit by their splits, or by what they compute again."""
+    costs, least = planner.costs, planner.least_memory()[0]
+    found = [fitted(replace(plan, recompute=()), costs, cap) for plan in (*plans, least)]
+    fitting = [plan for plan in found if plan is not None]
+    try:
+        return [planner.under(cap)[0], *fitting]
+    except PlanError:
+        if not fitting:
+            raise
+    return fitting
 
 
 def _allowed(rival: Rival, costs: Costs, cap: int | None) -> bool:

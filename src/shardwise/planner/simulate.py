@@ -25,7 +25,7 @@ from shardwise.plans.compile import compile_program
 from shardwise.plans.gradient_schedule import Chunk, Engine, gradient_chunks
 from shardwise.plans.interpreter import backward, forward
 from shardwise.plans.plan import Plan
-from shardwise.plans.program import TO_WHOM, Cut, Move, Op, Program, Run, handed_out
+from shardwise.plans.program import TO_WHOM, Cut, Move, Op, Program, Run, Segment, handed_out
 from shardwise.plans.trace import Span, Trace
 
 
@@ -106,6 +106,16 @@ class ClockMachine:
 
     # -- backward ------------------------------------------------------------------------------
 
+    def compute_again(self, segment: Segment) -> None:
+        """Without messages: statistics, and what others sent, were kept."""
+        for step in segment.steps:
+            if isinstance(step, Move):
+                nbytes = step.transfer.target.numels * float(self.training.itemsize)
+                self.copy(f"{step.target} again", nbytes * (step.transfer.messages.any(axis=0)))
+            else:
+                for op in step.ops:
+                    self.compute(op.local.layer.name, "recompute", self._times(op)[0])
+
     def run_back(self, block: Run, gradients: list[None]) -> list[tuple[str, None]]:
         for op in reversed(block.ops):
             self._op(op, forward=False)
@@ -130,10 +140,7 @@ class ClockMachine:
     def _op(self, op: Op, forward: bool) -> None:
         """One layer's computation; statistics are summed in between, both ways."""
         layer = op.local.layer
-        if layer.name not in self.times:
-            split = Split.of(layer, op.local.config, self.world)
-            self.times[layer.name] = self.timer.seconds(split)
-        seconds = self.times[layer.name][0 if forward else 1]
+        seconds = self._times(op)[0 if forward else 1]
         kind = "forward" if forward else "backward"
         if op.sums is not None and self.training.statistics == "global":
             seconds = seconds / 2
@@ -144,6 +151,14 @@ class ClockMachine:
             name, self.clock = f"{layer.name} statistics", done
             self.note(Span(name, "statistics", "transfers", half, done, done - half))
         self.compute(layer.name, kind, seconds)
+
+    def _times(self, op: Op) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer on each rank, forward and backward."""
+        layer = op.local.layer
+        if layer.name not in self.times:
+            split = Split.of(layer, op.local.config, self.world)
+            self.times[layer.name] = self.timer.seconds(split)
+        return self.times[layer.name]
 
     def _sum(self, layout: Layout, ready: np.ndarray, itemsize: int) -> np.ndarray:
         """When each rank has the sum of its segment."""

@@ -19,7 +19,7 @@ class Steps:
         self._known: dict[Hashable, Trace] = costs.traces.setdefault(gradients, {})
 
     def of(self, plan: Plan) -> Trace:
-        if (key := tuple(plan.layers.items())) not in self._known:
+        if (key := (plan.recompute, *plan.layers.items())) not in self._known:
             costs = self.costs
             self._known[key] = simulate(
                 plan, costs.graph, costs.cluster, costs.timer, costs.training, self.gradients

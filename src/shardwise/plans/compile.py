@@ -20,6 +20,7 @@ from shardwise.plans.program import (
     Run,
     Step,
     differentiable,
+    last_reads,
     layer_layout,
     param_layouts,
 )
@@ -56,6 +57,7 @@ class _Compiler:
     def __post_init__(self) -> None:
         graph, inputs = self.graph, self.graph.inputs if self.inputs_need_gradient else ()
         self.configs = self.plan.configs(graph)
+        self.segments = self.plan.segments(graph)
         self.layouts: dict[str, Layout] = {}
         self.dtypes = {layer.name: layer.dtype for layer in graph.layers}
         self.moves: dict[str, Move | Cut] = {}  # by target
@@ -87,7 +89,7 @@ class _Compiler:
                 for value, name in zip(outputs, self.graph.outputs, strict=True)
                 if self.graph[name].scalar
             ),
-            frees=_frees(forward, outputs),
+            frees=last_reads(forward, outputs),
             differentiable=frozenset(self.differentiable),
             gathered=self._gathered_params(ops),
             whole_inputs=self.whole_inputs,
@@ -175,7 +177,8 @@ class _Compiler:
         A layer with weights begins a new block, so that its gradient is ready early. It keeps its
         input for the backward pass anyway, so the cut costs no memory. So does a layer with sums
         inside, of which a block has one at most: all ranks come to them in the same order. A norm
-        of what the layer before it has made stays with that layer.
+        of what the layer before it has made stays with that layer. What is computed again in
+        backward does not mix with what is not.
         """
         groups: list[list[Op]] = []
         for op in ops:
@@ -183,7 +186,8 @@ class _Compiler:
             values = [s.name for s in op.operands if s.kind == "value"]
             moved = any(self._origin(value) in made for value in values if value in self.moves)
             begins = self.plan.world > 1 and (self._trains(op.operands) or op.sums is not None)
-            if not groups or moved or (begins and not self._completes(op, groups[-1])):
+            apart = moved or (groups and self._segment(op) != self._segment(groups[-1][0]))
+            if not groups or apart or (begins and not self._completes(op, groups[-1])):
                 groups.append([])
             groups[-1].append(self._in_place(op, groups[-1], outputs))
         readers: dict[str, set[int]] = {}  # the places of the blocks that read a value
@@ -197,6 +201,9 @@ class _Compiler:
             return {name for name in made if readers.get(name, set()) - {place}} | (made & left)
 
         return [self._run(group, outside(place)) for place, group in enumerate(groups)]
+
+    def _segment(self, op: Op) -> int | None:
+        return self.segments.get(op.local.layer.name)
 
     def _completes(self, op: Op, group: list[Op]) -> bool:
         """Whether a norm follows the one layer of a block that it normalises.
@@ -238,6 +245,7 @@ class _Compiler:
             inputs=tuple(dict.fromkeys(name for name in read if name not in made)),
             outputs=tuple(name for name in made if name in outside),
             params=tuple(dict.fromkeys(params)),
+            segment=self._segment(group[0]),
         )
 
     def _sums_for_others(self, op: Op) -> bool:
@@ -281,18 +289,3 @@ class _Compiler:
         if isinstance(step, Run):
             return any(name in self.differentiable for name in step.outputs)
         return step.target in self.differentiable
-
-
-def _frees(steps: tuple[Step, ...], outputs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """For every step, the values that are read there for the last time."""
-    last: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        is_run = isinstance(step, Run)
-        used = (*step.inputs, *step.outputs) if is_run else (step.source, step.target)
-        last |= dict.fromkeys(used, index)
-    for name in outputs:
-        last.pop(name, None)
-    frees: list[list[str]] = [[] for _ in steps]
-    for name, index in last.items():
-        frees[index].append(name)
-    return tuple(map(tuple, frees))

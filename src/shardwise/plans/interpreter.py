@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from shardwise.plans.program import Cut, Move, Program, Run
+from shardwise.plans.program import Cut, Move, Program, Run, Segment
 
 Value = TypeVar("Value")
 
@@ -33,6 +33,10 @@ class Machine(Protocol[Value]):
 
     def hand_out(self, output: str, value: Value) -> Callable[[], Value]:
         """Begins to give the user what he is to get of an output; the result waits for it."""
+        ...
+
+    def compute_again(self, segment: Segment) -> None:
+        """Makes what the backward pass of a segment's blocks needs, which was not kept."""
         ...
 
     def run_back(self, block: Run, gradients: list[Value | None]) -> Iterable[tuple[str, Value]]:
@@ -96,6 +100,7 @@ def backward(
     """
     here: dict[str, Value] = dict(gradients)
     coming: dict[str, list[Callable[[], Value]]] = {}
+    complete = _completing(program, machine)
 
     def add(name: str, gradient: Value) -> None:
         here[name] = machine.add(here[name], gradient) if name in here else gradient
@@ -106,6 +111,7 @@ def backward(
         return here.pop(name, None)
 
     def run_back(block: Run) -> None:
+        complete(block)
         for name, gradient in machine.run_back(block, [take(name) for name in block.outputs]):
             add(name, gradient)
 
@@ -121,3 +127,16 @@ def backward(
         if position in machine.sum_starts:
             machine.start_sums(position)
     return {name: take(name) for name in program.inputs}
+
+
+def _completing(program: Program, machine: Machine[Value]) -> Callable[[Run], None]:
+    """Computes a block again, with all of its segment, where that was not kept or done."""
+    lacking = set(program.segments.values())
+
+    def complete(block: Run) -> None:
+        segment = program.segments.get(id(block))
+        if segment is not None and segment in lacking:
+            lacking.remove(segment)
+            machine.compute_again(segment)
+
+    return complete

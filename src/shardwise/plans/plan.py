@@ -22,6 +22,7 @@ from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
 from shardwise.plans.fitting import fit, random_config
+from shardwise.plans.segments import Segments, check_segments, segment_numbers
 
 FORMAT = "shardwise-plan-2"
 FLOAT = "float"  # an input of the same type as the parameters
@@ -52,6 +53,7 @@ class Plan:
     dtypes: tuple[str, ...] = field(default=())  # of inputs: "float" is that of the parameters
     others: tuple[Plan, ...] = field(default=())  # for inputs of other sizes
     training: bool = True  # it was made for training, or for inference only
+    recompute: Segments = field(default=())  # what the backward pass computes again
     findings: Any = field(default=None, repr=False, compare=False)  # costs, where it was planned
 
     # -- making plans --------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class Plan:
                 f"the plan was made for another model (network {self.signature}) than this one "
                 f"(network {graph.signature})"
             )
+        check_segments(self.recompute, graph)
         if _image_sizes(self.inputs) == _image_sizes(_input_shapes(graph)):
             for layer in graph.layers:
                 STRATEGIES[layer.op].check(layer, self.layers[layer.name], self.world)
@@ -137,6 +140,10 @@ class Plan:
         if known is None or known[0] != plan.layers:  # a table that somebody may write into
             known = plan._fitted[graph] = dict(plan.layers), plan._fit(graph)
         return known[1]
+
+    def segments(self, graph: LayerGraph) -> Mapping[str, int]:
+        """The segment of every layer of a graph that the backward pass computes again."""
+        return segment_numbers(self.of_size(_input_shapes(graph)).recompute, graph)
 
     def _fit(self, graph: LayerGraph) -> Mapping[str, Config]:
         found: dict[str, Config] = {}
@@ -197,11 +204,13 @@ class Plan:
             head["dtypes"] = list(self.dtypes)
         if not self.training:
             head["training"] = False
+        if self.recompute:
+            head["recompute"] = [list(names) for names in self.recompute]
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += ['  "layers": {', self._rows("    "), "  }" + "," * bool(self.others)]
         sizes = [
-            f'    {{"inputs": {json.dumps(other.inputs)}, "layers": {{\n{other._rows("      ")}\n'
-            "    }}"
+            f'    {{"inputs": {json.dumps(other.inputs)}, {_again(other)}"layers": {{\n'
+            f"{other._rows('      ')}\n    }}}}"
             for other in self.others
         ]
         lines += ['  "sizes": [', ",\n".join(sizes), "  ]"] if sizes else []
@@ -230,9 +239,8 @@ class Plan:
             place = f"{where}: sizes.{number}"
             if list(map(len, size.inputs)) != list(map(len, data.inputs)):
                 raise PlanError(f"{place}: inputs have other dimensions than the plan's")
-            others.append(cls(data.world, _layers(size, place), _shapes(size.inputs), **same))
-        own = _layers(data, where), _shapes(data.inputs)
-        return cls(data.world, *own, **same, others=tuple(others))
+            others.append(cls(data.world, **_of_size(size, place), **same))
+        return cls(data.world, **_of_size(data, where), **same, others=tuple(others))
 
     def save(self, path: str | Path) -> None:
         try:
@@ -301,6 +309,7 @@ class _Size(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     inputs: list[list[int]]
     layers: dict[str, _Entry]
+    recompute: list[list[str]] = []
 
 
 class _PlanFile(BaseModel):
@@ -318,6 +327,7 @@ class _PlanFile(BaseModel):
     ] = []
     sizes: list[_Size] = []
     training: bool = True
+    recompute: list[list[str]] = []
 
 
 def _entry(config: Config) -> dict[str, Any]:
@@ -342,8 +352,17 @@ def _layers(data: _Size | _PlanFile, where: str) -> dict[str, Config]:
     return layers
 
 
-def _shapes(lists: list[list[int]]) -> Shapes:
-    return tuple(map(tuple, lists))
+def _of_size(data: _Size | _PlanFile, where: str) -> dict[str, Any]:
+    """What a plan says for one size of inputs."""
+    return {
+        "layers": _layers(data, where),
+        "inputs": tuple(map(tuple, data.inputs)),
+        "recompute": tuple(map(tuple, data.recompute)),
+    }
+
+
+def _again(plan: Plan) -> str:
+    return f'"recompute": {json.dumps(plan.recompute)}, ' if plan.recompute else ""
 
 
 def _input_shapes(graph: LayerGraph) -> Shapes:

@@ -7,7 +7,7 @@ the layer), a gathered version of it ("conv1>0"), or partial sums before they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -55,6 +55,7 @@ class Run:
     inputs: tuple[str, ...]  # values from outside
     outputs: tuple[str, ...]  # values that others read
     params: tuple[str, ...]
+    segment: int | None = None  # that is computed again, see `Segment`
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,55 @@ class Cut:
 
 
 Step = Run | Move | Cut
+
+
+def last_reads(steps: Sequence[Step], outputs: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+    """For every step, the values that are read there for the last time."""
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        is_run = isinstance(step, Run)
+        used = (*step.inputs, *step.outputs) if is_run else (step.source, step.target)
+        last |= dict.fromkeys(used, index)
+    for name in outputs:
+        last.pop(name, None)
+    frees: list[list[str]] = [[] for _ in steps]
+    for name, index in last.items():
+        frees[index].append(name)
+    return tuple(map(tuple, frees))
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Blocks that the backward pass computes again, and the moves that need nobody else then."""
+
+    steps: tuple[Run | Move, ...]  # in the order of the forward pass
+    inputs: frozenset[str]  # values from elsewhere, which are kept
+
+    @cached_property
+    def frees(self) -> tuple[tuple[str, ...], ...]:
+        """For every step, the values that no step after it reads."""
+        return last_reads(self.steps)
+
+    @classmethod
+    def of(cls, runs: list[Run], steps: tuple[Step, ...]) -> Segment:
+        """A moved value is put together again from this rank's own part, where that is known."""
+        moves = {step.target: step for step in steps if isinstance(step, Move)}
+        made = {name for run in runs for name in run.outputs}
+        read = {name for run in runs for name in run.inputs} - made
+        known, repeated = made | (read - moves.keys()), set[str]()
+
+        def can_repeat(name: str) -> bool:
+            if name in known:
+                return True
+            if name not in moves or not can_repeat(moves[name].source):
+                return False
+            repeated.add(name)
+            return True
+
+        inputs = frozenset(name for name in read if name not in moves or not can_repeat(name))
+        own = {id(run) for run in runs} | {id(moves[name]) for name in repeated}
+        taken = (step for step in steps if id(step) in own and not isinstance(step, Cut))
+        return cls(tuple(taken), inputs)
 
 
 @dataclass(frozen=True)
@@ -104,6 +154,26 @@ class Program:
     def recorded(self) -> frozenset[int]:
         """The blocks (by id) that the backward pass visits: others need not keep what they met."""
         return frozenset(id(step) for step in self.backward if isinstance(step, Run))
+
+    @cached_property
+    def segments(self) -> dict[int, Segment]:
+        """What is computed again, by the id of each of its blocks."""
+        runs: dict[int, list[Run]] = {}
+        for step in self.forward:
+            if isinstance(step, Run) and step.segment is not None and id(step) in self.recorded:
+                runs.setdefault(step.segment, []).append(step)
+        found = [(own, Segment.of(own, self.forward)) for own in runs.values()]
+        return {id(run): segment for own, segment in found for run in own}
+
+    @cached_property
+    def repeated(self) -> dict[str, list[Segment]]:
+        """The moved values that segments put together again, by name."""
+        found: dict[str, list[Segment]] = {}
+        for segment in dict.fromkeys(self.segments.values()):
+            for step in segment.steps:
+                if isinstance(step, Move):
+                    found.setdefault(step.target, []).append(segment)
+        return found
 
     @cached_property
     def sums_for_others(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Span:
     """One activity on every rank; where it did not happen it ends as it begins."""
 
     name: str
-    kind: str  # forward, backward, update, transfer, statistics, gradients
+    kind: str  # forward, backward, recompute, update, transfer, statistics, gradients
     lane: str
     starts: np.ndarray  # seconds [world]
     ends: np.ndarray

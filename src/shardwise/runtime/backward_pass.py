@@ -52,6 +52,7 @@ def run_backward_pass(
     inputs = backward(program, back, parts, reached.positions) | back.whole_gradients
     if made.spent:
         machine.tapes.clear()
+        machine.kept.clear()
     try:
         entry.check()
     except Disagreement:  # all ranks stay in step

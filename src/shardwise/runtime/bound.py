@@ -19,6 +19,7 @@ from shardwise.plans.program import TO_WHOM, Cut, Move, Op, Program, Run, Step, 
 from shardwise.runtime.compiling import CompiledBlock
 from shardwise.runtime.cutting import Cutter
 from shardwise.runtime.lowering import BlockFunction, Types, Weight, lower
+from shardwise.runtime.recomputing import Total, Totals
 from shardwise.tensors import Wait
 
 Blocks = Mapping[int, BlockFunction]  # by the id of their Run
@@ -44,6 +45,7 @@ class Bound:
     chunks: tuple[Any, Any] | None = None  # for what gradients were packed last, and how
     # Gradients of some parameters that are computed when they are due: names, and how.
     delayed: list[tuple[list[str], Gradients]] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
     _blocks: dict[Any, Any] = field(default_factory=dict)
     _deliveries_out: dict[str, dict[str, Delivery]] = field(default_factory=dict)
     _reached: dict[frozenset[str], Reached] = field(default_factory=dict)
@@ -83,10 +85,15 @@ class Bound:
             op.local,
             device=types.device,
             module=None if path is None else self.modules.get(path),
-            sum=None if op.sums is None else _sum(op.sums, self.comm, f"{name} statistics"),
+            sum=None if op.sums is None else self._sum(op.sums, f"{name} statistics"),
             gather=tuple(_gather(each, self.comm, f"{name} gathered") for each in op.gathers),
             later=lambda gradients: delayed.append((params, gradients)),
         )
+
+    def _sum(self, transfer: Transfer, name: str) -> Total:
+        shape, comm = transfer.source[self.comm.rank].shape, self.comm
+        delivery = Delivery.of(transfer, comm.rank, About(name, "statistics"))
+        return self.totals.of(lambda x: delivery.begin(x.reshape(shape), comm)().view(x.shape))
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -183,11 +190,3 @@ def reached(graph: LayerGraph, outputs: Collection[str]) -> tuple[set[str], set[
 def _gather(transfer: Transfer, comm: Communicator, name: str) -> Callable[[torch.Tensor], Wait]:
     delivery = Delivery.of(transfer, comm.rank, About(name, "gradients"))
     return lambda x: delivery.begin(x, comm)
-
-
-def _sum(
-    transfer: Transfer, comm: Communicator, name: str
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    shape = transfer.source[comm.rank].shape
-    delivery = Delivery.of(transfer, comm.rank, About(name, "statistics"))
-    return lambda x: delivery.begin(x.reshape(shape), comm)().view(x.shape)

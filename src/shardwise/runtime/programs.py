@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,24 +17,10 @@ from shardwise.plans.compile import compile_program
 from shardwise.plans.moved_weights import with_moved_weights
 from shardwise.plans.plan import Plan
 from shardwise.plans.program import check_held
+from shardwise.plans.uncollected import uncollected
 from shardwise.runtime.bound import Bound
 
 MOST_PROGRAMS = 8  # that are kept: a model may be given inputs of any number of sizes
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Within, Python does not look for garbage: of torch's millions of objects it takes 0.2 s.
-
-    A new size of inputs would meet that every few times; all that is made here is kept anyway.
-    """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 class Programs:

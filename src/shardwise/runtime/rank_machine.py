@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.comm import Communicator
 from shardwise.errors import ShardwiseError
-from shardwise.plans.program import Cut, Move, Program, Run
+from shardwise.plans.program import Cut, Move, Program, Run, Segment
 from shardwise.runtime.bound import Bound
 from shardwise.runtime.compiling import GRAPHS, own_memory
 from shardwise.runtime.gradient_sums import GradientSums
 from shardwise.runtime.lowering import Types
-from shardwise.runtime.wrapping import Wrap
+from shardwise.runtime.recomputing import FirstRun, Kept
+from shardwise.runtime.wrapping import Wrap, recorded
+from shardwise.tensors import autocast_to
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,15 +45,17 @@ class RankMachine:
     output: str = "full"  # how the user gets outputs, see `handed_out`
     records: bool = False  # there will be a backward pass
     tapes: dict[int, Tape] = field(default_factory=dict)  # by the id of the block's Run
+    kept: dict[Segment, Kept] = field(default_factory=dict)  # of what is computed again
 
     def __post_init__(self) -> None:
         self.program: Program = self.bound.program
         self.comm: Communicator = self.bound.comm
-        self.blocks: Mapping[int, Any]
+        plain = self.bound.blocks(self.types)
+        self.blocks: Mapping[int, Any] = plain
         if self.mode is not None and not self.wraps:
-            self.blocks = self.bound.compiled(self.types, self.mode)
-        else:
-            self.blocks = self.bound.blocks(self.types)
+            # What is compiled with gradients and without may differ in the last bit.
+            again = {key: plain[key] for key in self.program.segments}
+            self.blocks = {**self.bound.compiled(self.types, self.mode), **again}
         for wrap in self.wraps:
             self.blocks = {key: block.wrapped(wrap) for key, block in self.blocks.items()}
         self.sums: GradientSums  # of the way back, as all that follows
@@ -62,28 +67,63 @@ class RankMachine:
 
     def run(self, block: Run, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         function, timeline = self.blocks[id(block)], self.comm.timeline
-        if not self.records or id(block) not in self.program.recorded:
-            made = function(inputs, function.weights(self.leaves))
+        tapes = self.records and id(block) in self.program.recorded
+        with torch.set_grad_enabled(tapes):  # a part of a weight has its gradient too
+            weights = function.weights(self.leaves)
+        if not tapes:
+            made = function(inputs, weights)
+        elif (segment := self.program.segments.get(id(block))) is None:
+            self.tapes[id(block)], made = self._taped(block, function, inputs, weights)
         else:
-            needed = self.program.differentiable
-            named = zip(block.inputs, inputs, strict=True)
-            leaves = {name: _leaf(x, name in needed) for name, x in named}
-            with torch.enable_grad():
-                made = function(leaves.values(), function.weights(self.leaves))
-                edges = {
-                    name: get_gradient_edge(y if y.grad_fn is not None else y.view_as(y))
-                    for name, y in zip(block.outputs, made, strict=True)
-                    if y.requires_grad
-                }
-            self.tapes[id(block)] = Tape(leaves, edges)
-            made = [y.detach() for y in made]
+            kept = self._kept(segment)
+            for name, x in zip(block.inputs, inputs, strict=True):
+                if name in segment.inputs:
+                    kept.keep(name, x)
+            first = FirstRun(block, function, self.bound.totals, self.types.device)
+            kept.runs[id(block)] = first
+            # With gradients though nobody wants them yet: torch has other kernels without.
+            with first.noted(weights):
+                _, made = self._taped(block, function, inputs, weights)
         if timeline.on:
             timeline.switch()
         return made
 
+    def _kept(self, segment: Segment) -> Kept:
+        return self.kept.setdefault(segment, Kept())
+
+    def _taped(
+        self,
+        block: Run,
+        function: Callable[..., Sequence[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        weights: list[torch.Tensor],
+    ) -> tuple[Tape, list[torch.Tensor]]:
+        """Runs a block for a backward pass."""
+        needed, named = self.program.differentiable, zip(block.inputs, inputs, strict=True)
+        leaves = {name: _leaf(x, name in needed) for name, x in named}
+        with torch.enable_grad():
+            made = function(leaves.values(), weights)
+            edges = {
+                name: get_gradient_edge(y if y.grad_fn is not None else y.view_as(y))
+                for name, y in zip(block.outputs, made, strict=True)
+                if y.requires_grad
+            }
+        return Tape(leaves, edges), [y.detach() for y in made]
+
     def start(self, move: Move, value: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.comm.timeline.place = self.program.origins[move.target]
-        return self.bound.deliveries[move.target].begin(value, self.comm)
+        delivery = self.bound.deliveries[move.target]
+        wait = delivery.begin(value, self.comm)
+        if not self.records or move.target not in self.program.repeated:
+            return wait
+
+        def kept() -> torch.Tensor:
+            y = wait()
+            for segment in self.program.repeated[move.target]:
+                self._kept(segment).received[move.target] = delivery.received(y)
+            return y
+
+        return kept
 
     def cut(self, cut: Cut, value: torch.Tensor) -> torch.Tensor:
         return self.bound.cutters[cut.target].cut(value)
@@ -102,10 +142,37 @@ class RankMachine:
         self.bound.delayed.clear()  # of a pass that failed
         return machine
 
+    def compute_again(self, segment: Segment) -> None:
+        kept = self.kept[segment] if self.keeps else self.kept.pop(segment)
+        values, blocks, device = kept.values, self.bound.blocks(self.types), self.types.device
+        timeline = self.comm.timeline
+        for step, last_used in zip(segment.steps, segment.frees, strict=True):
+            if isinstance(step, Move):
+                timeline.switch(f"{step.target} again", "copy")
+                delivery, received = self.bound.deliveries[step.target], kept.received[step.target]
+                values[step.target] = delivery.again(values[step.source], received)
+            else:
+                function, first = blocks[id(step)], kept.runs[id(step)]
+                if timeline.on:
+                    function = function.wrapped(partial(recorded, timeline, kind="recompute"))
+                inputs = [values[name] for name in step.inputs]
+                autocast = autocast_to(device.type if device else "cpu", self.types.autocast)
+                with torch.enable_grad():
+                    weights = function.weights(self.leaves)
+                with autocast, first.again(weights) as weights:
+                    tape, made = self._taped(step, function, inputs, weights)
+                self.tapes[id(step)] = tape
+                values |= zip(step.outputs, made, strict=True)
+                del inputs, made
+            for name in last_used:
+                values.pop(name, None)
+        timeline.switch()
+
     def run_back(
         self, block: Run, gradients: list[torch.Tensor | None]
     ) -> list[tuple[str, torch.Tensor]]:
-        tape = self.tapes[id(block)] if self.keeps else self.tapes.pop(id(block))
+        keeps = self.keeps and id(block) not in self.program.segments
+        tape = self.tapes[id(block)] if keeps else self.tapes.pop(id(block))
         pairs = [
             (tape.edges[name], gradient)
             for name, gradient in zip(block.outputs, gradients, strict=True)
@@ -119,7 +186,7 @@ class RankMachine:
             timeline.switch(timeline.place, "backward")
         leaves = {name: x for name, x in tape.leaves.items() if x.requires_grad}
         wanted = [*leaves.values(), *(self.leaves[name] for name in block.params)]
-        found = _differentiated(pairs, wanted, self.keeps)
+        found = _differentiated(pairs, wanted, keeps)
         if self.mode in GRAPHS:
             found = [*found[: len(leaves)], *own_memory(found[len(leaves) :])]
         if timeline.on:

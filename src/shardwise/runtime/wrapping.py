@@ -14,11 +14,11 @@ Watch = Callable[[str, torch.Tensor], None]  # is shown a layer's name and its o
 Wrap = Callable[[Stage], Function]
 
 
-def recorded(timeline: Timeline, stage: Stage) -> Function:
+def recorded(timeline: Timeline, stage: Stage, kind: str = "forward") -> Function:
     """Notes when a layer begins, forward and backward."""
 
     def run(tensors: list[torch.Tensor]) -> torch.Tensor:
-        timeline.switch(stage.name, "forward")
+        timeline.switch(stage.name, kind)
         y = stage.run(tensors)
         if y.grad_fn is not None:  # not on a parameter itself, where the hook would stay
             y.register_hook(partial(_turn, timeline, stage.name))

@@ -61,10 +61,12 @@ class PlanRequest:
         ]
 
 
-def planned(each: Sequence[Costs], gradients: str, memory: str | None) -> Plan:
+def planned(
+    each: Sequence[Costs], gradients: str, memory: str | None, recompute: str = "none"
+) -> Plan:
     """The best plan within the memory of a worker, with all that is known about it."""
     cap = each[0].cluster.device.memory if memory is None else parse_size(memory)
-    return best_plan(each, gradients, cap)
+    return best_plan(each, gradients, cap, recompute)
 
 
 def simulated(request: PlanRequest) -> Trace:
