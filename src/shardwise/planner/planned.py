@@ -167,10 +167,7 @@ def plan(
 
     >>> plan(model, x, cluster="4x10Gb").explain("fc1")
     """
-    if output not in OUTPUTS:
-        raise PlanError(f"output {output!r} must be one of {', '.join(OUTPUTS)}")
-    if training is None:
-        training = Training.none(output) if inference else Training(output=output)
+    training = training or _training(output, inference)
     graph = _graph(model, inputs, inference, bool(sizes))
     machines = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     machines = machines.with_workers(machines.world if workers is None else workers)
@@ -182,6 +179,12 @@ def plan(
         for part in of_sizes(graph, sizes)
     ]
     return best_plan(each, gradients, cap, recompute)
+
+
+def _training(output: str, inference: bool) -> Training:
+    if output not in OUTPUTS:
+        raise PlanError(f"output {output!r} must be one of {', '.join(OUTPUTS)}")
+    return Training.none(output) if inference else Training(output=output)
 
 
 def _graph(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,22 +9,20 @@ from difflib import get_close_matches
 from functools import cached_property
 from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.errors import PlanError
-from shardwise.files import first_mistake, write_whole
+from shardwise.files import write_whole
 from shardwise.geometry.grid import AXES, Config
 from shardwise.graph.layer_graph import Layer, LayerGraph
 from shardwise.operators import STRATEGIES
 from shardwise.plans.fitting import fit, random_config
+from shardwise.plans.plan_file import FLOAT, parsed_plans, plan_text
 from shardwise.plans.segments import Segments, check_segments, segment_numbers
 
-FORMAT = "shardwise-plan-2"
-FLOAT = "float"  # an input of the same type as the parameters
 Shapes = tuple[tuple[int, ...], ...]  # of all inputs
 
 
@@ -192,55 +189,14 @@ class Plan:
     # -- files ---------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The plan as text that a person can edit: degrees of 1 and obvious ranks are left out."""
-        head = {
-            "format": FORMAT,
-            "world": self.world,
-            "inputs": [list(shape) for shape in self.inputs],
-            "signature": self.signature,
-            "whole": list(self.whole),
-        }
-        if any(name != FLOAT for name in self.dtypes):
-            head["dtypes"] = list(self.dtypes)
-        if not self.training:
-            head["training"] = False
-        if self.recompute:
-            head["recompute"] = [list(names) for names in self.recompute]
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        lines += ['  "layers": {', self._rows("    "), "  }" + "," * bool(self.others)]
-        sizes = [
-            f'    {{"inputs": {json.dumps(other.inputs)}, {_again(other)}"layers": {{\n'
-            f"{other._rows('      ')}\n    }}}}"
-            for other in self.others
-        ]
-        lines += ['  "sizes": [', ",\n".join(sizes), "  ]"] if sizes else []
-        return "\n".join(["{", *lines, "}", ""])
-
-    def _rows(self, indent: str) -> str:
-        entries = ((json.dumps(name), json.dumps(_entry(c))) for name, c in self.layers.items())
-        return ",\n".join(f"{indent}{name}: {entry}" for name, entry in entries)
+        """The plan as text that a person can edit."""
+        return plan_text(self)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan") -> Plan:
         """Reads a plan and says which field is wrong where one is."""
-        try:
-            data = _PlanFile.model_validate_json(text)
-        except ValidationError as error:
-            raise PlanError(f"{where}: {first_mistake(error)}") from None
-        if data.format != FORMAT:
-            raise PlanError(f"{where}: format {data.format!r} is not {FORMAT!r}; make it again")
-        dtypes = tuple(data.dtypes) or (FLOAT,) * len(data.inputs)
-        if len(dtypes) != len(data.inputs):
-            raise PlanError(f"{where}: dtypes names {len(dtypes)} of {len(data.inputs)} inputs")
-        same: dict[str, Any] = {"signature": data.signature, "whole": tuple(data.whole)}
-        same |= {"dtypes": dtypes, "training": data.training}
-        others = []
-        for number, size in enumerate(data.sizes):
-            place = f"{where}: sizes.{number}"
-            if list(map(len, size.inputs)) != list(map(len, data.inputs)):
-                raise PlanError(f"{place}: inputs have other dimensions than the plan's")
-            others.append(cls(data.world, **_of_size(size, place), **same))
-        return cls(data.world, **_of_size(data, where), **same, others=tuple(others))
+        own, *others = parsed_plans(text, where)
+        return cls(**own, others=tuple(cls(**other) for other in others))
 
     def save(self, path: str | Path) -> None:
         try:
@@ -291,78 +247,6 @@ class Plan:
         runs = "runs" if len(named) == 1 else "run"
         what = f"{', '.join(named[:MOST_NAMED])}{more} {runs}"
         return [f"no strategy: {what} whole on one worker; {waits}"]
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    n: int = Field(1, ge=1)
-    d: int = Field(1, ge=1)
-    h: int = Field(1, ge=1)
-    w: int = Field(1, ge=1)
-    f: int = Field(1, ge=1)
-    c: int = Field(1, ge=1)
-    ranks: tuple[int, ...] = ()
-    gradient: str = "sum"
-
-
-class _Size(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    inputs: list[list[int]]
-    layers: dict[str, _Entry]
-    recompute: list[list[str]] = []
-
-
-class _PlanFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    format: str
-    world: int = Field(ge=1)
-    inputs: list[list[int]]
-    signature: str
-    layers: dict[str, _Entry]
-    whole: list[str] = []
-    dtypes: list[
-        Literal[
-            "float", "bool", "int8", "int16", "int32", "int64", "uint8", "complex64", "complex128"
-        ]
-    ] = []
-    sizes: list[_Size] = []
-    training: bool = True
-    recompute: list[list[str]] = []
-
-
-def _entry(config: Config) -> dict[str, Any]:
-    """A config as a file has it."""
-    pairs = zip(AXES, config.degrees, strict=True)
-    entry: dict[str, Any] = {axis: degree for axis, degree in pairs if degree > 1}
-    if config.ranks != tuple(range(config.num_workers)):
-        entry["ranks"] = list(config.ranks)
-    if config.gradient != "sum":
-        entry["gradient"] = config.gradient
-    return entry
-
-
-def _layers(data: _Size | _PlanFile, where: str) -> dict[str, Config]:
-    """Configs of all layers that a file names."""
-    layers = {}
-    for name, entry in data.layers.items():
-        try:
-            layers[name] = Config(**entry.model_dump())
-        except ValueError as error:
-            raise PlanError(f"{where}: layer {name!r}: {error}") from None
-    return layers
-
-
-def _of_size(data: _Size | _PlanFile, where: str) -> dict[str, Any]:
-    """What a plan says for one size of inputs."""
-    return {
-        "layers": _layers(data, where),
-        "inputs": tuple(map(tuple, data.inputs)),
-        "recompute": tuple(map(tuple, data.recompute)),
-    }
-
-
-def _again(plan: Plan) -> str:
-    return f'"recompute": {json.dumps(plan.recompute)}, ' if plan.recompute else ""
 
 
 def _input_shapes(graph: LayerGraph) -> Shapes:

@@ -14,7 +14,8 @@ from shardwise.errors import CaptureError, PlanError, ShardwiseError, WorkerErro
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.launch.launchers import choose_world, run_on_workers
 from shardwise.model.torch_export import Captured, shapes_of
-from shardwise.plans.plan import FLOAT, Plan
+from shardwise.plans.plan import Plan
+from shardwise.plans.plan_file import FLOAT
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.verify.comparison import Comparison
