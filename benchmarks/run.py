@@ -41,6 +41,8 @@ BENCHMARKS = {
     "memory_cap": Benchmark(1),
     "recompute": Benchmark(3, ("--repeats", "5"), full=4),
     "too_large": Benchmark(3),
+    "decode": Benchmark(3, ("--families", "tiny", "cogvideox", "--ranks", "2", "4"), full=30),
+    "decode_latency": Benchmark(4, ("--rounds", "3"), full=6),
     "predict": Benchmark(3, ("--rounds", "2"), full=8),
     "kernels": Benchmark(1, ("--every", "8"), full=20),
     "train_cpu": Benchmark(3, ("--networks", "vgg16_cifar", "--rounds", "2"), full=40),
