@@ -70,7 +70,7 @@ def traffic(graph: LayerGraph, plan: Plan) -> tuple[int, int]:
     moves += [(op.sums, 8) for op in ops if op.sums and op.strategy.num_sums(op.local.layer)]
     outputs = (handed_out(program.layouts[name], "full") for name in program.outputs)
     moves += [(transfer, 4) for transfer in outputs if transfer is not None]
-    counts = [(np.count_nonzero(t.messages), int(t.messages.sum()) * n) for t, n in moves]
+    counts = [(int(np.count_nonzero(t.messages)), int(t.messages.sum()) * n) for t, n in moves]
     return sum(count for count, _ in counts), sum(nbytes for _, nbytes in counts)
 
 
@@ -187,8 +187,9 @@ def table(name: str, sizes: list[tuple[int, int]], ranks: list[int]) -> list[dic
     for size, own in zip(sizes, tiles, strict=True):
         if own:
             print(
-                f"{'x'.join(map(str, size)):<10}tiles of {TILE} latents on one device: error "
-                f"{own['tiles']:.1e}, {own['tiles time']:.2f} times the time"
+                f"{'x'.join(map(str, size)):<10}tiles of {TILE} latents on one device: "
+                + ("another size" if own["tiles"] == inf else f"error {own['tiles']:.1e}")
+                + f", {own['tiles time']:.2f} times the time"
             )
             rows.append({"family": name, "latents": size, **own})
     return rows

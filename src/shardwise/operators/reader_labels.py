@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.geometry.grid import Config
+from shardwise.graph.labels import each_once
 from shardwise.graph.layer_graph import Layer
 from shardwise.operators.splits import LABEL_AXES, Split
 from shardwise.operators.strategy import STRATEGIES
@@ -15,19 +16,24 @@ def labelled_by_readers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """The same layers, with labels for those that follow from no input.
 
     A causal mask begins as a row of numbers that has no samples or space, and would be made on one
-    worker, all of it: of a video's 40,000 steps 1.6 GB.
+    worker, all of it: of a video's 40,000 steps 1.6 GB. What readers need whole is cut as what it
+    is made of.
     """
     named = {layer.name: layer for layer in layers}
     readers: dict[str, list[str]] = {}
     for layer in layers:
         for name in layer.inputs:
             readers.setdefault(name, []).append(layer.name)
-    for layer in reversed(_unlabelled(layers)):
-        for reader in readers.get(layer.name, ()):
-            dims = _cut_by(named[reader], layer)
-            if dims.strip("."):
-                named[layer.name] = replace(layer, dims=dims)
-                break
+    unlabelled = _unlabelled(layers)
+    for layer in reversed(unlabelled):
+        found = (_cut_by(named[reader], layer) for reader in readers.get(layer.name, ()))
+        dims = next((each for each in found if each.strip(".")), layer.dims)
+        named[layer.name] = replace(layer, dims=dims)
+    for layer in unlabelled:
+        sources = [(named[name].shape, named[name].dims) for name in layer.inputs]
+        if sources and not named[layer.name].dims.strip("."):
+            dims = STRATEGIES[layer.op].labels(layer.attrs, layer.shape, sources)
+            named[layer.name] = replace(layer, dims=each_once(dims, layer.shape))
     return tuple(named.values())
 
 
