@@ -115,7 +115,7 @@ def test_what_is_dropped_counts_as_memory() -> None:
     for dropout in (0.0, 0.1):
         graph = capture(Attention(dropout_p=dropout), x)
         split = Split.of(graph.layers[-1], Config(), 1)
-        stored.append(Memory(graph, Training()).of(split)[0].sum())
+        stored.append(Memory(graph, Training()).of(split)[1].sum())
     scores = 2 * 4 * 64 * 64
     assert stored[1] - stored[0] == pytest.approx(scores * (2 * 4 + 1))
 

@@ -103,3 +103,37 @@ def test_segments_that_make_no_sense_are_refused() -> None:
         replace(chosen, recompute=(("2",),)).check(graph)
     with pytest.raises(PlanError, match="names layer '0' in two segments"):
         replace(chosen, recompute=(("0",), ("0", "1"))).check(graph)
+
+
+class Padded(nn.Module):
+    """Steps of one module have its name, and some a longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LocalResponseNorm(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.exp())
+
+
+def test_the_name_of_a_layer_is_not_that_of_its_modules_other_steps() -> None:
+    graph = capture(Padded(), torch.zeros(2, 4, 6, 6))
+    names = [layer.name for layer in graph.layers if layer.name.startswith("inner")]
+    assert "inner" in names and len(names) > 2
+    each = replace(Plan.uniform(graph, n=2), recompute=tuple((name,) for name in names))
+    each.check(graph)
+    assert sorted(each.segments(graph)) == sorted(names)
+
+
+def test_what_does_not_fit_is_judged_with_layers_computed_again() -> None:
+    blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for _ in range(6)]
+    model, x = (
+        nn.Sequential(*(part for block in blocks for part in block)),
+        torch.zeros(8, 8, 64, 64),
+    )
+    least = plan(model, x, cluster="2x10Gb", recompute="all").findings.prediction.memory
+    found = plan(model, x, cluster="2x10Gb", memory=int(1.3 * least), recompute="auto")
+    forced = found.why_not("6", "h=2").plan
+    assert forced is not None and forced.recompute
+    with pytest.raises(PlanError, match="computing again"):
+        plan(model, x, cluster="2x10Gb", memory=least // 2, recompute="auto")

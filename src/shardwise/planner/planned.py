@@ -17,7 +17,7 @@ from shardwise.geometry.grid import Config
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
 from shardwise.model.torch_export import as_sizes
-from shardwise.planner.best_plan import Planner, Prediction, baselines, predict
+from shardwise.planner.best_plan import Planner, Prediction, baselines, predict, size
 from shardwise.planner.costs import Costs
 from shardwise.planner.layer_costs import Timer, Training
 from shardwise.planner.layer_times import timer_for
@@ -84,6 +84,7 @@ class Findings:
     rivals: dict[str, Rival] = field(default_factory=dict)
     cap: int | None = None  # bytes that a worker may use
     hidden: float = 0.0  # the part of the updates that a search takes to be hidden to find this
+    recompute: str = "none"  # what the backward pass may compute again
 
     def explain(self, name: str) -> list[Alternative]:
         """The alternatives for one layer with their costs, best first, as P4's Tables 2 and 3."""
@@ -262,7 +263,7 @@ def examine(
     numbers = len(planner.layers), num_splits, seconds, len(costs.pins)
     optimality = Optimality(prediction.seconds, bound, *numbers, cap if capped else None)
     known = costs, best, prediction, steps.of(best), steps, optimality, rivals
-    return replace(best, findings=Findings(*known, cap, _hidden(planner, prediction)))
+    return replace(best, findings=Findings(*known, cap, _hidden(planner, prediction), recompute))
 
 
 def _hidden(planner: Planner, prediction: Prediction) -> float:
@@ -299,7 +300,12 @@ def _fitted(planner: Planner, cap: int, plans: Sequence[Plan]) -> list[Plan]:
         return [planner.under(cap)[0], *fitting]
     except PlanError:
         if not fitting:
-            raise
+            tried = (all_again(plan, costs) for plan in (*plans, least))
+            lightest = min(predict(plan, costs).memory for plan in tried)
+            raise PlanError(
+                f"the model does not fit: a worker may use {size(cap)}, and the least that plans "
+                f"found for {costs.world} workers need, computing again, is {size(lightest)}"
+            ) from None
     return fitting
 
 

@@ -11,6 +11,7 @@ from shardwise.planner.best_plan import Planner, predict, size
 from shardwise.planner.costs import usual
 from shardwise.planner.pins import meant, planned_layer
 from shardwise.planner.plan_difference import PlanDifference, share, signed
+from shardwise.planner.recompute import all_again, fitted
 from shardwise.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -77,11 +78,18 @@ def _forced(
     costs, cap = findings.costs.pinned({name: configs}), findings.cap
     planner = Planner(costs)
     plan = planner.best(findings.hidden)
+    choice = findings.recompute if costs.training.gradients else "none"
+    if choice == "all":
+        plan = all_again(plan, costs)
     if cap is not None and predict(plan, costs).memory > cap:
-        least = planner.least_memory()[1].memory
-        if least > cap:
-            return None, least
-        plan = planner.under(cap)[0]
+        plain = replace(plan, recompute=())
+        lighter = None if choice == "none" else fitted(plain, costs, cap)
+        if lighter is None:
+            least = planner.least_memory()[1].memory
+            if least > cap:
+                return None, least
+            lighter = planner.under(cap)[0]
+        plan = lighter
     prediction, step = predict(plan, costs), findings.steps.of(plan)
     optimality = replace(findings.optimality, cost_seconds=prediction.seconds)
     known = {"prediction": prediction, "trace": step, "optimality": optimality}

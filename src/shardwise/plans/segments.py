@@ -49,7 +49,12 @@ def check_segments(segments: Segments, graph: LayerGraph) -> None:
 
 
 def _named(name: str, graph: LayerGraph) -> Iterator[str]:
-    """The layers that a name stands for: its own, or those of the module."""
-    for layer in graph.layers:
-        if not layer.is_input and (layer.name == name or layer.name.startswith(f"{name}.")):
-            yield layer.name
+    """The layers that a name stands for: that of the name, or else those of the module.
+
+    Steps within a module may have its name with more behind it, and be in another segment.
+    """
+    if name in graph:
+        found = [graph[name]]
+    else:
+        found = [layer for layer in graph.layers if layer.name.startswith(f"{name}.")]
+    yield from (layer.name for layer in found if not layer.is_input)
