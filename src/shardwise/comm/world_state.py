@@ -7,6 +7,7 @@ who makes a group must know that all others who make it have none.
 
 from __future__ import annotations
 
+import atexit
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,15 @@ def world_state() -> WorldState:
             _state.close()
         _state = WorldState()
     return _state
+
+
+@atexit.register
+def _forget() -> None:
+    """Lets go of process groups while Python is there: gloo's threads end with them, in order."""
+    global _state
+    if _state is not None:
+        _state.close()
+        _state = None
 
 
 def backend_of(group: Any) -> str:
