@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from shardwise.kernels import tuner
 from shardwise.kernels.conv_shape import LAST, ConvShape, shape_of
 from shardwise.kernels.dispatch import KernelChoice
+from shardwise.kernels.norm_conv import HOOKS, NORMS, adopt_row, rows_of
 from shardwise.kernels.ops import convolve
 from shardwise.kernels.timed_layers import OWN, AppliedReLU, FusedBatchNorm2d, adopt, applied
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
@@ -26,6 +27,7 @@ class TunedConv(_ConvNd):
 
     choice: KernelChoice
     relu = False  # apply the ReLU that followed, while the numbers are in the cache
+    after_norm = False  # in a sequence: take the norm and ReLU before it along
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.choice.stock or input.ndim != self.weight.ndim:
@@ -125,6 +127,13 @@ def _tuned(
 
     _watch(twin, x, tuple(OWN), race)
     _fuse_relus(twin)
+    rows = rows_of(twin)
+
+    def race_rows(name: str, input: torch.Tensor) -> None:
+        if name in rows:
+            adopt_row(*rows[name], input, chooser)
+
+    _watch(twin, x, NORMS, race_rows)
     return twin
 
 
@@ -153,8 +162,7 @@ def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 def _hooked(*modules: nn.Module) -> bool:
     """Whether someone watches what goes in or out of these modules."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, table) for module in modules for table in tables)
+    return any(getattr(module, table) for module in modules for table in HOOKS)
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
