@@ -82,11 +82,17 @@ template <class T> struct ErrorsC : MatrixC<T> {
     }
 };
 
+// Blocks of k of about the same length: a short last one would read C again for little.
+template <class T> i64 even_block(i64 k) {
+    const i64 limit = kc_of<T>() * 4 / 3, parts = (k + limit - 1) / limit;
+    return (k + parts - 1) / parts;
+}
+
 // A block of rows at a time; make_rows and make_c give a thread its own plug-ins.
 template <class T, class MakeRows, class MakeC>
 void multiply_rows(i64 m, i64 n, i64 k, i64 threads, i64 mc, const Filters<T>& filters,
                    MakeRows make_rows, MakeC make_c, Scratch& scratch) {
-    const i64 kc = kc_of<T>();
+    const i64 kc = even_block<T>(k);
     const Tile tile = choose_tile<T>(m, n, 8);
     const i64 nr = tile.nv * lanes<T>, padded = round_up(n, nr);
     T* packed = scratch.take<T>(padded * k);
@@ -109,7 +115,7 @@ constexpr i64 norm_rows = blocks.mc / 2 / 8 * 8;  // at a time: with kc channels
 template <class T>
 void norm_conv_forward(const Problem& g, const Normalised<T>& source, const T* w, const T* bias,
                        T* y, Scratch& scratch) {
-    const i64 stride = kc_of<T>() + lanes<T>;
+    const i64 stride = round_up(even_block<T>(g.c), lanes<T>) + lanes<T>;
     T* buffers = scratch.take<T>(g.threads * norm_rows * stride);
     auto rows = [&](int index) {
         return NormalisedRows<T>{source, buffers + index * norm_rows * stride, stride};
