@@ -72,7 +72,8 @@ def accelerate(
 
     Every kernel is timed on every convolution that x meets, the stock operator too, and the
     fastest one of each direction is used from then on; so are batch norm and max pooling. Times are
-    kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along.
+    kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along; a
+    pointwise convolution the batch norm and ReLU before it, where channels lie last.
 
     `memory` limits the workspace of a kernel, `exact_kernels` forbids Winograd's (which round
     more), `layout="auto"` times whole steps in both layouts, converts the inputs to channels last

@@ -130,6 +130,7 @@ def rows_of(model: nn.Module) -> dict[str, tuple[nn.Sequential, int]]:
     return {
         f"{name}.{key}" if name else key: (sequence, at)
         for name, sequence in model.named_modules()
+        if isinstance(sequence, nn.Sequential)
         if type(sequence) in (nn.Sequential, FusedSequential)
         for at, key in enumerate(sequence._modules)
         if in_a_row(list(sequence), at)
