@@ -175,7 +175,9 @@ def emulate(
         list[str], typer.Argument(metavar="-- CMD", help="The command that every rank runs.")
     ],
     hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")],
-    link: Annotated[str, typer.Option(help="Rate of every host's link, such as 1gbit.")],
+    link: Annotated[
+        str, typer.Option(help="Rate of every host's link (1gbit), or of each (1gbit,500mbit).")
+    ],
     per_switch: Annotated[int | None, typer.Option(help="Hosts on each switch.")] = None,
     uplink: Annotated[
         str | None, typer.Option(help="Rate of every switch's uplink. (default: as --link)")
