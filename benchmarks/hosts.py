@@ -122,9 +122,12 @@ def bytes_sent() -> int:
 def take_turns(
     comm: Communicator, steps: Mapping[str, Step], rounds: int, warm: int = 1
 ) -> dict[str, dict[str, list[float]]]:
-    """Rounds of one step of each; seconds of the slowest rank, bytes and busy seconds of all."""
+    """Rounds of one step of each; seconds of the slowest rank, bytes and busy seconds of all.
+
+    And of the busiest rank: where hosts share cores, it may have had more than its share of them.
+    """
     found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "bytes": [], "computing": []} for name in steps
+        name: {"seconds": [], "bytes": [], "computing": [], "busiest": []} for name in steps
     }
     for number in range(rounds + warm):
         for name, step in steps.items():
@@ -137,4 +140,5 @@ def take_turns(
                 found[name]["seconds"].append(max(seconds))
                 found[name]["bytes"].append(float(sum(moved)))
                 found[name]["computing"].append(sum(computing))
+                found[name]["busiest"].append(max(computing))
     return found
