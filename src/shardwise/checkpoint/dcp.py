@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.dcp_folder import DcpFolder, Entry, open_dcp
+from shardwise.checkpoint.dcp_folder import DcpFolder, FolderEntry, open_dcp
 from shardwise.checkpoint.dcp_writing import MODEL, OPTIMIZER, as_torch, check_new
 from shardwise.checkpoint.held_tensors import held_tensors
 from shardwise.checkpoint.manifest import Group, OptimizerState
@@ -106,7 +106,7 @@ class _Contents:
     """What a folder holds of an optimizer, as `Optimizing` asks for it."""
 
     optimizer: OptimizerState
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, FolderEntry]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _contents(folder: DcpFolder, optimizing: Optimizing) -> _Contents:
     def name_of(key: Any) -> str:
         return names.get(str(key), str(key))
 
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, FolderEntry] = {}
     values: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for path, entry in found.items():

@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FolderChunk:
     """A box of a tensor, and the part of a file that torch.save wrote it to."""
 
     box: Box
@@ -68,13 +68,13 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FolderEntry:
     """What lies under one name: a tensor in chunks, or a value where there is no shape."""
 
     path: Path_
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FolderChunk, ...]
 
     def read(self, box: Box) -> torch.Tensor:
         """The part of a tensor in a box; chunks that hold none of it are not read."""
@@ -101,10 +101,10 @@ class DcpFolder:
     """Everything that a folder says it holds."""
 
     place: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FolderEntry]
     checksum: int
 
-    def below(self, *last: str) -> dict[Path_, Entry]:
+    def below(self, *last: str) -> dict[Path_, FolderEntry]:
         """Entries by what follows the first of these keys in their paths."""
         found = {}
         for entry in self.entries.values():
@@ -136,7 +136,7 @@ def open_dcp(folder: Path) -> DcpFolder:
     return DcpFolder(folder, entries, crc32(written))
 
 
-def _entries(folder: Path, described: Any) -> Iterator[tuple[str, Entry]]:
+def _entries(folder: Path, described: Any) -> Iterator[tuple[str, FolderEntry]]:
     stored: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
     for index, info in described.storage_data.items():
         if getattr(info, "transform_descriptors", None):
@@ -147,7 +147,7 @@ def _entries(folder: Path, described: Any) -> Iterator[tuple[str, Entry]]:
         path = tuple(paths.get(name, (name,)))
         if not hasattr(about, "chunks"):
             chunk = _chunk(folder, Box((), ()), stored[name, None])
-            yield name, Entry(path, None, None, (chunk,))
+            yield name, FolderEntry(path, None, None, (chunk,))
             continue
         shape, dtype = tuple(about.size), about.properties.given[0]
         chunks = tuple(
@@ -155,7 +155,7 @@ def _entries(folder: Path, described: Any) -> Iterator[tuple[str, Entry]]:
             for chunk in about.chunks
         )
         _check_whole(name, shape, chunks)
-        yield name, Entry(path, shape, dtype, chunks)
+        yield name, FolderEntry(path, shape, dtype, chunks)
 
 
 def _box(chunk: Any) -> Box:
@@ -163,14 +163,14 @@ def _box(chunk: Any) -> Box:
     return Box(starts, tuple(a + b for a, b in zip(starts, sizes, strict=True)))
 
 
-def _chunk(folder: Path, box: Box, info: Any) -> Chunk:
+def _chunk(folder: Path, box: Box, info: Any) -> FolderChunk:
     name = str(info.relative_path)
     if Path(name).name != name:
         raise ShardwiseError(f"{name!r} must be a file beside it")
-    return Chunk(box, folder / name, int(info.offset), int(info.length))
+    return FolderChunk(box, folder / name, int(info.offset), int(info.length))
 
 
-def _check_whole(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
+def _check_whole(name: str, shape: tuple[int, ...], chunks: tuple[FolderChunk, ...]) -> None:
     whole = Box.whole(shape)
     if any(len(c.box.starts) != len(shape) or not whole.contains(c.box) for c in chunks):
         raise ShardwiseError(f"a chunk of {name!r} reaches beyond it")
@@ -178,7 +178,7 @@ def _check_whole(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -
         raise ShardwiseError(f"the chunks of {name!r} do not hold each element once")
 
 
-def _loaded(chunk: Chunk) -> Any:
+def _loaded(chunk: FolderChunk) -> Any:
     """What torch.save wrote there; nothing pickled is run."""
     with system_errors_as(f"{chunk.file} cannot be read"), chunk.file.open("rb") as file:
         file.seek(chunk.offset)
@@ -203,7 +203,7 @@ def tensor_readers(folder: DcpFolder) -> dict[str, tuple[tuple[int, ...], torch.
     for path, entry in found.items():
         if entry.shape is not None and entry.dtype is not None:
             name = ".".join(map(str, path)).removeprefix("module.")
-            tensors[name] = (entry.shape, entry.dtype, partial(Entry.read, entry))
+            tensors[name] = (entry.shape, entry.dtype, partial(FolderEntry.read, entry))
     if not tensors:
         raise ShardwiseError(f"{folder.place} holds no weights, alone or under 'model'")
     return tensors
