@@ -62,6 +62,16 @@ def recorded(simulated: Trace) -> Trace:
     return Trace(simulated.world, spans)
 
 
+def other_run(folder: Path) -> Path:
+    """A second run, whose loss falls more slowly."""
+    run = folder / "slower"
+    run.mkdir(exist_ok=True)
+    (run / "config.json").write_text(json.dumps({"cluster": "4x10Gb", "epochs": 3, "lr": 0.01}))
+    lines = [{"step": step, "loss": float(np.exp(-step / 90)) + 0.1} for step in range(1, 121)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
 def run_folder(folder: Path) -> Path:
     """The folder of a finished run."""
     plan = examined_plan(folder)
@@ -79,6 +89,7 @@ def run_folder(folder: Path) -> Path:
         }
         for step in range(1, 121)
     ]
+    lines.append({"step": 60, "memory_bytes": [150_000 + 1000 * rank for rank in range(4)]})
     lines.append({"step": 121, "memory_bytes": [200_000 + 1000 * rank for rank in range(4)]})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recorded(plan.findings.trace).save(run / "trace.json")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, Browser
-from report.pages import run_folder
+from report.pages import other_run, run_folder
 from shardwise.report import write_report
 
 SCREENS = Path(__file__).parents[2] / "build" / "screens"
@@ -241,11 +241,32 @@ def test_simulated_and_recorded_steps_are_both_there(browser: Browser) -> None:
     assert browser.run("document.querySelectorAll('#ranks tbody tr').length") == 4
 
 
+def test_activities_are_found_by_layer_and_kind(browser: Browser) -> None:
+    plain = pixels(browser)
+    browser.run(
+        "find('#seek').value = 'stem.0';"
+        "find('#seek').dispatchEvent(new Event('input')); find('#seek').focus()"
+    )
+    assert re.match(r"\d+ on rank 0, [\d.]+ (ms|µs)", browser.text("#found"))
+    assert pixels(browser) != plain
+    browser.key("Enter")
+    assert "stem.0" in browser.text("#activity")
+    low, high = window(browser)
+    assert high - low < 1
+    first = browser.text("#activity")
+    browser.key("Enter")
+    assert "stem.0" in browser.text("#activity") and browser.text("#activity") != first
+    browser.run("find('#seek').value = 'nothing'; seek()")
+    assert browser.text("#found") == "none"
+    browser.key("Escape")
+    assert browser.text("#found") == "" and browser.run("document.activeElement.id") == "canvas"
+
+
 # -- curves, memory, rivals, settings --------------------------------------------------------------
 
 
 def test_curves_are_read_with_pointer_and_keys(browser: Browser) -> None:
-    assert browser.run("document.querySelectorAll('.chart').length") == 3
+    assert browser.run("document.querySelectorAll('#training .chart').length") == 3
     reading = ".chart [role=status]"
     assert browser.text(reading).startswith("step 120: loss")
     browser.mouse("Moved", *browser.place(".chart svg"))
@@ -256,6 +277,59 @@ def test_curves_are_read_with_pointer_and_keys(browser: Browser) -> None:
     assert browser.text(reading) != middle
     browser.key("ArrowLeft")
     assert browser.text(reading) == middle
+
+
+def test_curves_are_smoothed_and_bent_as_asked(browser: Browser) -> None:
+    curve = "document.querySelector('#training .curve:not(.raw)').getAttribute('points')"
+    raw = browser.run(curve)
+    browser.run("find('#smooth').value = 0.9; find('#smooth').dispatchEvent(new Event('input'))")
+    assert browser.run(curve) != raw
+    assert browser.run("document.querySelectorAll('#training .curve.raw').length") >= 3
+    browser.run("find('#smooth').value = 0; find('#smooth').dispatchEvent(new Event('input'))")
+    assert browser.run(curve) == raw
+    browser.click("#logarithmic")
+    assert browser.run(curve) != raw
+    browser.click("#logarithmic")
+    assert browser.run(curve) == raw
+
+
+def test_shares_end_at_one_and_memory_has_a_curve_per_rank(browser: Browser) -> None:
+    labels = "[...document.querySelectorAll('#training .chart:nth-child(2) text')]"
+    numbers = browser.run(
+        f"{labels}.filter((t) => t.getAttribute('text-anchor') === 'end')"
+        ".map((t) => Number(t.textContent)).filter((n) => n < 5)"
+    )
+    assert max(numbers) <= 1
+    assert browser.run("document.querySelectorAll('#memory .curve').length") == 4
+
+
+def test_another_run_is_drawn_beside_it(browser: Browser, page: Path) -> None:
+    other = other_run(page.parents[1])
+    browser.open(write_report(page.parent, page.parent / "both.html", others=[other]))
+    names = browser.run("DATA.charts[0].curves.map((curve) => curve.name)")
+    assert len(names) == 2 and names[1] == "slower: loss"
+    curves = "#training .chart:first-child .curve"
+    assert browser.run(f"document.querySelectorAll('{curves}').length") == 2
+    assert "slower" in browser.text("#runs")
+    assert "lr 0.01 instead of 0.1" in browser.text("#differing")
+
+
+def test_a_layer_is_found_by_name_and_an_alternative_says_why_not(browser: Browser) -> None:
+    browser.run("find('#layer-name').value = 'head'; find('#layer-name').focus()")
+    browser.key("Enter")
+    assert browser.text("#layer h3").startswith("head")
+    browser.run(
+        "find('#layer-name').value = 'left'; find('#layer-name').dispatchEvent(new Event('input'))"
+    )
+    assert browser.text("#layer h3") == "left"
+    browser.click("#alternatives tbody tr:not(.chosen) button")
+    assert re.search(r"instead of h=2 w=2: [+\u2212][\d.]+ (ms|µs) \(", browser.text("#why"))
+
+
+def test_comparisons_stand_one_above_the_other_on_a_phone(browser: Browser, page: Path) -> None:
+    browser.window(360, 800)
+    browser.open(page)
+    assert browser.run("find('#rivals .wide').scrollWidth <= find('#rivals .wide').clientWidth")
 
 
 def test_memory_rivals_and_settings_are_tables(browser: Browser) -> None:

@@ -143,6 +143,9 @@ def pack(
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    others: Annotated[
+        list[Path] | None, typer.Argument(help="Other runs, whose curves are drawn beside its own.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The page to write. (default: report.html in the folder)")
     ] = None,
@@ -155,7 +158,7 @@ def report(
     from shardwise.report import write_report
 
     with working(f"reporting on {run}"):
-        page = write_report(run, out)
+        page = write_report(run, out, others=others or ())
     print(f"written to {page}")
 
 

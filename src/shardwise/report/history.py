@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.report.trace_data import short
+from shardwise.report.trace_data import RANKS, short
 
 History = Sequence[Mapping[str, Any]]
 
@@ -86,10 +86,52 @@ def _curve(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def compared(runs: Mapping[str, History]) -> list[dict[str, Any]]:
+    """The charts of several runs, each chart with the curves of all; one run has those of its own.
+
+    >>> compared({"a": [{"step": 1, "loss": 2.0}], "b": [{"step": 1, "loss": 3.0}]})[0]["title"]
+    'loss'
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for place, (run, history) in enumerate(runs.items()):
+        for chart in charts(history):
+            mine = found.setdefault((chart["title"], chart["x"]), chart | {"curves": []})
+            first = chart["curves"][0]["name"]
+            for curve in chart["curves"]:
+                owned = {
+                    "name": f"{run}: {curve['name']}",
+                    "first": f"{run}: {first}",
+                    "run": place,
+                }
+                mine["curves"].append(curve if len(runs) == 1 else curve | owned)
+    return list(found.values())
+
+
+def memory_over_time(history: History) -> dict[str, Any] | None:
+    """The chart of `memory_bytes`, a curve per rank, where it was written more than once."""
+    lines = [line for line in history if _held(line)]
+    ranks = min((len(_held(line)) for line in lines), default=0)
+    if len(lines) < 2:
+        return None
+    named = [
+        {p: line[p] for p in PLACES if p in line}
+        | {f"rank {rank}": _held(line)[rank] / 2**20 for rank in range(min(ranks, RANKS))}
+        for line in lines
+    ]
+    found = charts(named)
+    curves = [curve for chart in found for curve in chart["curves"]]
+    curves.sort(key=lambda curve: int(curve["name"].split()[1]))
+    return {"title": "MiB of each rank", "x": found[0]["x"], "curves": curves}
+
+
+def _held(line: Mapping[str, Any]) -> list[float]:
+    held = line.get("memory_bytes")
+    return held if isinstance(held, list) and held and all(map(_is_number, held)) else []
+
+
 def measured_memory(history: History) -> list[int]:
     """Bytes per rank of the last line that has `memory_bytes`, a list with one number per rank."""
     for line in reversed(history):
-        held = line.get("memory_bytes")
-        if isinstance(held, list) and held and all(_is_number(value) for value in held):
-            return [round(value) for value in held]
+        if _held(line):
+            return [round(value) for value in _held(line)]
     return []

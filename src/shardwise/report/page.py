@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardwise.planner.why_not import WhyNot
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.drawing import HEIGHT, WIDTH, Drawing, draw
-from shardwise.report.history import History, charts, measured_memory
+from shardwise.report.history import History, compared, measured_memory, memory_over_time
 from shardwise.report.trace_data import PARTS, per_layer, short, shortened, timeline
 from shardwise.version import __version__
 
@@ -35,8 +36,12 @@ def contents(
     history: History = (),
     settings: Mapping[str, Any] | None = None,
     answers: Sequence[WhyNot] = (),
+    others: Mapping[str, OtherRun] | None = None,
 ) -> dict[str, Any]:
-    """What the page shows; a plan must have been examined, a part that is not known is left out."""
+    """What the page shows; a plan must have been examined, a part that is not known is left out.
+
+    The curves of other runs are drawn beside this one's, and settings that differ are named.
+    """
     findings: Findings | None = plan.findings if plan is not None else None
     traces: dict[str, Trace] = {}
     if findings is not None:
@@ -55,9 +60,35 @@ def contents(
         "memory": {
             "predicted": list(findings.prediction.held) if findings is not None else [],
             "measured": measured_memory(history),
+            "over_time": memory_over_time(history),
         },
-        "charts": charts(history),
+        "runs": [title, *(others or {})],
+        "charts": compared({title: history} | {n: o.history for n, o in (others or {}).items()}),
+        "differing": _differing(settings or {}, others or {}),
     }
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """A run that is compared with the one of the page."""
+
+    settings: Mapping[str, Any]
+    history: History
+
+
+def _differing(settings: Mapping[str, Any], others: Mapping[str, OtherRun]) -> str:
+    """What the other runs set otherwise, in a sentence each."""
+    sentences = []
+    for name, other in others.items():
+        keys = [
+            k for k in {**settings, **other.settings} if settings.get(k) != other.settings.get(k)
+        ]
+        told = "; ".join(
+            f"{key} {_text(other.settings.get(key))} instead of {_text(settings.get(key))}"
+            for key in keys
+        )
+        sentences.append(f"{name}: {told or 'the same settings'}.")
+    return " ".join(sentences)
 
 
 def title_of(model: str, plan: Plan) -> str:

@@ -14,6 +14,7 @@ The first two must be there; the others need not.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.files import first_mistake
 from shardwise.plans.plan import Plan
 from shardwise.plans.trace import Trace
 from shardwise.report.history import read_history
-from shardwise.report.page import contents, title_of, write_page
+from shardwise.report.page import OtherRun, contents, title_of, write_page
 from shardwise.specs.model_spec import ModelSpec
 from shardwise.specs.request import PlanRequest, examined
 
@@ -44,11 +45,15 @@ class RunConfig(BaseModel):
 
 
 def write_report(
-    folder: str | Path, out: str | Path | None = None, plan: Plan | None = None
+    folder: str | Path,
+    out: str | Path | None = None,
+    plan: Plan | None = None,
+    others: Sequence[str | Path] = (),
 ) -> Path:
     """Writes the report of a run and returns its path; `report.html` in the folder by default.
 
-    A plan that has been examined already saves planning time, and need not be in a file.
+    The curves of other runs are drawn beside its own. A plan that has been examined already saves
+    planning time, and need not be in a file.
 
     >>> write_report("runs/digits")
     PosixPath('runs/digits/report.html')
@@ -59,12 +64,29 @@ def write_report(
     settings, config = _read_config(home / CONFIG)
     if plan is None or plan.findings is None:
         plan = _examined(plan or Plan.load(home / PLAN), config, home)
-    history = read_history(home / METRICS) if (home / METRICS).exists() else []
+    history = _history(home)
     trace = Trace.load(home / TRACE) if (home / TRACE).exists() else None
     title = title_of(config.model or home.resolve().name, plan)
     path = Path(out) if out is not None else home / PAGE
-    write_page(path, contents(plan, title, trace, history, settings))
+    write_page(path, contents(plan, title, trace, history, settings, others=_others(others)))
     return path
+
+
+def _history(home: Path) -> list[dict[str, Any]]:
+    return read_history(home / METRICS) if (home / METRICS).exists() else []
+
+
+def _others(folders: Sequence[str | Path]) -> dict[str, OtherRun]:
+    """By the names of their folders, or by whole paths where two have one name."""
+    names = [Path(folder).resolve().name for folder in folders]
+    found = {}
+    for name, folder in zip(names, folders, strict=True):
+        if not Path(folder).is_dir():
+            raise ShardwiseError(f"{str(folder)!r} is not the folder of a run")
+        settings, _ = _read_config(Path(folder) / CONFIG)
+        key = name if names.count(name) == 1 else str(folder)
+        found[key] = OtherRun(settings, _history(Path(folder)))
+    return found
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], RunConfig]:

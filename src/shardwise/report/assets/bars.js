@@ -45,6 +45,7 @@ function drawMemory() {
     make("div", { class: "name" }, `rank ${rank}`),
     make("div", { class: "pair" }, both.map(([name, held]) => track([["compute", held[rank] || 0]], most, both.length > 1 ? name : ""))),
     make("div", { class: "value" }, both.map(([name, held]) => make("span", { class: both.length > 1 ? name : "" }, size(held[rank] || 0)))))));
+  find("#memory .charts").replaceChildren(...(DATA.memory.over_time ? [drawChart(DATA.memory.over_time)] : []));
 }
 
 function drawRivals() {
@@ -55,6 +56,6 @@ function drawRivals() {
   find("#rivals table").replaceChildren(
     make("thead", {}, make("tr", {}, ["plan", "split of most layers", ...columns.map(([, title]) => title)].map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, rows.map((row) => make("tr", row.chosen ? { class: "chosen" } : {},
-      make("td", {}, row.name), make("td", {}, row.split),
-      columns.map(([key, , text]) => make("td", {}, make("div", { class: "measure" }, track([["edge", row[key]]], most[key]), make("span", {}, text(row[key])))))))));
+      make("td", {}, row.name), make("td", { "data-column": "split of most layers" }, row.split),
+      columns.map(([key, title, text]) => make("td", { "data-column": title }, make("div", { class: "measure" }, track([["edge", row[key]]], most[key]), make("span", {}, text(row[key])))))))));
 }

@@ -55,6 +55,7 @@ if (present("memory", DATA.memory.predicted.length + DATA.memory.measured.length
 if (present("settings", DATA.settings.length)) {
   find("#settings table").replaceChildren(make("tbody", {}, DATA.settings.map(([key, value]) => make("tr", {}, make("td", {}, key), make("td", {}, value)))));
 }
+find("#differing").textContent = DATA.differing;
 find("#contents").append(make("ul", {}, [...document.querySelectorAll("section[data-title]:not([hidden])")].map((section) =>
   make("li", {}, make("a", { href: `#${section.id}` }, section.dataset.title)))));
 find("#foot").textContent = `Shardwise ${DATA.version}`;

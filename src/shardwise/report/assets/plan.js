@@ -22,6 +22,12 @@ function drawPlan() {
   find("#larger").onclick = () => resize(chosen.scale * 1.2);
   find("#smaller").onclick = () => resize(chosen.scale / 1.2);
   find("#graph").addEventListener("keydown", walk);
+  find("#layer-names").replaceChildren(...layers.map((layer) => make("option", { value: layer.name })));
+  find("#layer-name").addEventListener("input", (event) => chooseName(event.target.value.trim()));
+  find("#layer-name").addEventListener("keydown", (event) => {
+    const near = layers.find((layer) => layer.name.toLowerCase().includes(event.target.value.trim().toLowerCase()));
+    if (event.key === "Enter" && near) chooseName(near.name);
+  });
   const costs = drawing.blocks.map(([, , members]) => sum(members.map((i) => cost(layers[i]))));
   choose(costs.indexOf(most));
 }
@@ -132,8 +138,22 @@ function alternatives(layer) {
       make("caption", {}, "Alternatives, all other layers as planned; ms"),
       make("thead", {}, make("tr", {}, ["split", "", ...parts, "total"].map((name) => make("th", { scope: "col" }, name)))),
       make("tbody", {}, rows.map((row) => make("tr", row.chosen ? { class: "chosen", "aria-current": "true" } : {},
-        make("td", {}, row.split), make("td", {}, track(parts.map((part, k) => [part, row.seconds[k]]), most)),
+        make("td", {}, row.chosen ? row.split : make("button", { type: "button", class: "plain", title: "Why not?",
+          onclick: () => { find("#why").textContent = whyNot(row, rows.find((one) => one.chosen), parts); } }, row.split)), make("td", {}, track(parts.map((part, k) => [part, row.seconds[k]]), most)),
         [...row.seconds, sum(row.seconds)].map((seconds) => make("td", {}, digits(1e3 * seconds)))))))),
+    make("p", { id: "why", role: "status" }, "Choose a split: why not that one?"),
     key,
     make("p", { class: "quiet" }, "Onward is what carrying the output to its readers takes.")];
+}
+
+// One alternative against the chosen split, part by part, the largest difference first.
+function whyNot(row, planned, parts) {
+  if (!planned) return "";
+  const more = parts.map((part, k) => [part, row.seconds[k] - planned.seconds[k]]).filter(([, seconds]) => Math.abs(seconds) > 1e-9)
+    .sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+  const total = sum(more.map(([, seconds]) => seconds));
+  const signed = (seconds) => `${seconds < 0 ? "−" : "+"}${time(Math.abs(seconds))}`;
+  if (!more.length) return `${row.split} costs the same as ${planned.split}, all other layers as planned.`;
+  return `${row.split} instead of ${planned.split}: ${signed(total)} (${more.map(([part, seconds]) => `${part} ${signed(seconds)}`).join(", ")}), all other layers as planned`
+    + (total < 0 ? "; the plan gives up this gain for its neighbours, for memory, or because of what can be hidden." : ".");
 }

@@ -1,7 +1,7 @@
 // The step's timeline per rank, on a canvas: thousands of activities stay quick to move and zoom.
 const GUTTER = 64, AXIS = 24, LANE = [18, 9, 9], SPACE = 3, BETWEEN = 12;
 const canvas = find("#canvas");
-const view = { step: null, from: 0, to: 1, rank: 0, at: -1, hover: null, colours: {} };
+const view = { step: null, from: 0, to: 1, rank: 0, at: -1, hover: null, colours: {}, sought: "" };
 
 function showStep(i) {
   const step = DATA.steps[i];
@@ -16,7 +16,7 @@ function showStep(i) {
   canvas.setAttribute("aria-label", `Timeline of ${step.shown} ranks over ${time(step.seconds)}`);
   find("#activity").textContent = "";
   ranksTable(step);
-  paint();
+  seek();
 }
 
 // One row per rank and lane that has anything to show, with its activities in order.
@@ -99,6 +99,7 @@ function paintRow(pen, row) {
   for (const span of row.spans) {
     if (span.end < view.from || span.start > view.to) continue;
     const x = toX(span.start), width = Math.max(0.7, toX(span.end) - x);
+    pen.globalAlpha = isSought(span) ? 1 : 0.15;
     pen.fillStyle = view.colours[span.kind];
     pen.fillRect(x, row.y, width > 2.5 ? width - 0.7 : width, row.height);
     if (span === view.hover) {
@@ -113,6 +114,7 @@ function paintRow(pen, row) {
       pen.fillText(span.name, seen + 4, row.y + row.height / 2);
     }
   }
+  pen.globalAlpha = 1;
   pen.restore();
 }
 
@@ -147,7 +149,7 @@ function hover(event) {
 function press(event) {
   const moves = { "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": () => look(0, view.step.ticks),
     ArrowLeft: () => move(-0.15), ArrowRight: () => move(0.15), ArrowUp: () => walkRanks(-1), ArrowDown: () => walkRanks(1),
-    ",": () => walkSpans(-1), ".": () => walkSpans(1) };
+    ",": () => walkSpans(-1), ".": () => walkSpans(1), "/": () => find("#seek").focus() };
   if (!moves[event.key] || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
   moves[event.key]();
@@ -158,14 +160,41 @@ function walkRanks(step) {
   walkSpans(1);
 }
 function walkSpans(step) {
-  const spans = view.rows.filter((row) => row.rank === view.rank).flatMap((row) => row.spans).sort((a, b) => a.start - b.start);
+  const spans = spansOf(view.rank);
   view.at = Math.min(spans.length - 1, Math.max(0, view.at + step));
-  const span = spans[view.at];
-  if (!span) return;
+  if (spans[view.at]) goTo(spans[view.at]);
+}
+// What a rank does, in order of time; of what was sought, where anything was.
+const spansOf = (rank) => view.rows.filter((row) => row.rank === rank).flatMap((row) => row.spans)
+  .filter(isSought).sort((a, b) => a.start - b.start);
+function goTo(span) {
   view.hover = span;
   find("#activity").textContent = describe(span).join(" · ");
   const length = view.to - view.from;
   if (span.start < view.from || span.end > view.to) look(span.start - length / 4, length); else paint();
+}
+
+// Activities whose layer or kind holds the text that was typed: the others are drawn pale.
+function isSought(span) { return !view.sought || `${span.name} ${span.kind}`.toLowerCase().includes(view.sought); }
+function seek() {
+  view.sought = find("#seek").value.trim().toLowerCase();
+  view.at = -1;
+  view.hover = null;
+  const spans = view.sought ? spansOf(view.rank) : [];
+  const seconds = sum(spans.map((span) => span.end - span.start)) * view.step.seconds / view.step.ticks;
+  find("#found").textContent = !view.sought ? "" : spans.length ? `${spans.length} on rank ${view.rank}, ${time(seconds)}` : "none";
+  paint();
+}
+function seekNext(event) {
+  if (event.key === "Escape") { event.target.value = ""; seek(); canvas.focus(); }
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  const spans = spansOf(view.rank);
+  if (!spans.length) return;
+  view.at = (view.at + (event.shiftKey ? -1 : 1) + spans.length) % spans.length;
+  const span = spans[view.at], length = Math.min(view.step.ticks, Math.max(20 * (span.end - span.start), view.step.ticks / 500));
+  if (view.to - view.from > length) look((span.start + span.end - length) / 2, length);
+  goTo(span);
 }
 
 function ranksTable(step) {
@@ -202,5 +231,7 @@ function startTimeline() {
     else zoom(Math.exp(event.deltaY / 200), toTick(event.clientX - canvas.getBoundingClientRect().left));
   }, { passive: false });
   canvas.addEventListener("keydown", press);
+  find("#seek").addEventListener("input", seek);
+  find("#seek").addEventListener("keydown", seekNext);
   showStep(DATA.steps.length - 1);
 }
