@@ -206,7 +206,7 @@ def _indexed(path: Path) -> list[Sample]:
             end = tar.offset
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
         raise ShardwiseError(
-            f"{path} is no tar that can be read, or a compressed one, which must be unpacked: {error}"
+            f"{path} is no tar that can be read (a compressed one must be unpacked): {error}"
         ) from None
     with path.open("rb") as file:  # tarfile takes whatever is no header for the end
         file.seek(end)
