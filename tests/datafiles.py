@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,28 @@ def write_npy(
     np.save(folder / "images.npy", images)
     np.save(folder / "labels.npy", labels)
     return images, labels
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, BytesIO(content))
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    file = BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def png_bytes(pixels: np.ndarray) -> bytes:
+    """Of channels x height x width."""
+    file = BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "png")
+    return file.getvalue()
 
 
 def random_box(shape: tuple[int, ...], rng: np.random.Generator) -> Box:

@@ -91,7 +91,7 @@ train.__annotations__ = {n: p.annotation for n, p in _signature().parameters.ite
 
 def pack(
     source: Annotated[
-        str, typer.Argument(help="digits, synthetic:100x3x32x32, or a folder of samples.")
+        str, typer.Argument(help="digits, synthetic:100x3x32x32, or a file or folder of samples.")
     ],
     folder: Annotated[Path, typer.Argument(help="The store to write; it must not exist.")],
     stripes: Annotated[int, typer.Option(help="Over how many files samples are dealt.")] = 32,
@@ -102,16 +102,16 @@ def pack(
         str | None, typer.Option(help="Of digits and CIFAR-10: train, test or all.")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="Of a folder of images: resize them, such as 224x224.")
+        str | None, typer.Option(help="Of images: resize them, such as 224x224.")
     ] = None,
     num_classes: Annotated[
-        int | None, typer.Option(help="Of arrays and synthetic samples.")
+        int | None, typer.Option(help="Of arrays, volumes and synthetic samples.")
     ] = None,
 ) -> None:
     """Pack samples into a store: memory-mapped stripes with checksums, for reading in part.
 
-    A folder holds CIFAR-10's binary files, images.npy and labels.npy, a zarr group with images and
-    labels, JPEG and PNG images in a subfolder per class, or a store.
+    A folder holds CIFAR-10's binary files, images.npy and labels.npy, a zarr group, HDF5 or NIfTI
+    files with images and labels, tars, JPEG and PNG images in a subfolder per class, or a store.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -8,17 +8,20 @@ torch.Size([512, 1, 8, 8])
 torch.Size([413, 1, 8, 8])
 """
 
-from .arrays import Arrays, Zarr, digits, npy
+from .arrays import Arrays, digits, npy
 from .augment import Augment, flips
+from .chunked import Hdf5, Zarr
 from .cifar import Cifar10
 from .image_folder import ImageFolder
 from .loader import Batch, Loader
+from .nifti import Nifti
 from .opening import open_source
 from .order import Batches, shuffled
 from .pack import pack
 from .source import Source, Subset, bad_samples, without
 from .store import Store
 from .synthetic import Synthetic
+from .tars import Tars
 
 __all__ = [
     "Arrays",
@@ -26,12 +29,15 @@ __all__ = [
     "Batch",
     "Batches",
     "Cifar10",
+    "Hdf5",
     "ImageFolder",
     "Loader",
+    "Nifti",
     "Source",
     "Store",
     "Subset",
     "Synthetic",
+    "Tars",
     "Zarr",
     "bad_samples",
     "digits",

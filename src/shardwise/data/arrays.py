@@ -1,9 +1,7 @@
-"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, zarr, or the digits."""
+"""Samples and labels in two arrays: in memory, memory-mapped `.npy` files, or the digits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from .source import (
     check_subset,
     class_names,
     optional,
+    times,
 )
 
 IMAGES, LABELS = "images", "labels"
@@ -65,13 +64,13 @@ class Arrays(Source):
         if len(images.shape) < 3 or 0 in images.shape:
             raise ShardwiseError(
                 f"images of {self.name} must be samples x channels x space, and are "
-                f"{_times(images.shape)}"
+                f"{times(images.shape)}"
             )
         count, space = images.shape[0], tuple(images.shape[2:])
         if tuple(labels.shape) not in ((count,), (count, *space)):
             raise ShardwiseError(
-                f"labels of {self.name} must be {count} or {_times((count, *space))}, and are "
-                f"{_times(labels.shape)}"
+                f"labels of {self.name} must be {count} or {times((count, *space))}, and are "
+                f"{times(labels.shape)}"
             )
 
     def _count_classes(self) -> int:
@@ -100,10 +99,6 @@ class Arrays(Source):
         return box.numel * array.dtype.itemsize
 
 
-def _times(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "a single number"
-
-
 # -- .npy ------------------------------------------------------------------------------------------
 
 
@@ -114,7 +109,7 @@ def npy(folder: str | Path, num_classes: int | None = None) -> Arrays:
     """
     paths = (Path(folder) / what for what in (IMAGES, LABELS))
     images, labels = (
-        NpyFiles(path) if path.is_dir() else _open_npy(path.with_name(f"{path.name}.npy"))
+        NpyFiles(path) if path.is_dir() else npy_file(path.with_name(f"{path.name}.npy"))
         for path in paths
     )
     return Arrays(images, labels, str(Path(folder)), num_classes=num_classes)
@@ -127,21 +122,21 @@ class NpyFiles:
         self.files = sorted(folder.glob("*.npy"))
         if not self.files:
             raise ShardwiseError(f"{folder} has no .npy files")
-        first = _open_npy(self.files[0])
+        first = npy_file(self.files[0])
         self.shape, self.dtype = (len(self.files), *first.shape), first.dtype
 
     def __getitem__(self, place: tuple[Any, ...]) -> np.ndarray:
         index, *box = place
-        array = _open_npy(self.files[index])
+        array = npy_file(self.files[index])
         if (array.shape, array.dtype) != (self.shape[1:], self.dtype):
             raise ShardwiseError(
-                f"{self.files[index]} is {_times(array.shape)} of {array.dtype}, and the first is "
-                f"{_times(self.shape[1:])} of {self.dtype}"
+                f"{self.files[index]} is {times(array.shape)} of {array.dtype}, and the first is "
+                f"{times(self.shape[1:])} of {self.dtype}"
             )
         return array[tuple(box)]
 
 
-def _open_npy(path: Path) -> np.ndarray:
+def npy_file(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -154,58 +149,6 @@ def _open_npy(path: Path) -> np.ndarray:
         array.close()
         raise ShardwiseError(f"{path} is an archive of arrays, and not one array")
     return np.asarray(array)  # a plain array is cut several times as fast as a np.memmap
-
-
-# -- zarr ------------------------------------------------------------------------------------------
-
-
-class Zarr(Arrays):
-    """A zarr group with arrays `images` and `labels`; whole chunks are read, and counted.
-
-    To zarr a missing chunk is one of zeros, so a lost file is not noticed; in a store it is.
-    """
-
-    def __init__(self, folder: str | Path, num_classes: int | None = None) -> None:
-        images, labels = (_open_zarr(Path(folder), what) for what in (IMAGES, LABELS))
-        super().__init__(images, labels, str(folder), num_classes=num_classes)
-
-    def _count_classes(self) -> int:
-        return self._decoded(super()._count_classes)
-
-    def _cut(self, array: Any, index: int, box: Box) -> np.ndarray:
-        part = self._decoded(lambda: super(Zarr, self)._cut(array, index, box))
-        return np.asarray(part)
-
-    def _decoded(self, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except ShardwiseError:
-            raise
-        except Exception as error:  # a codec may fail in any way on a damaged chunk
-            raise ShardwiseError(f"{self.name} cannot be read: {one_line(error)}") from None
-
-    def _bytes_of(self, array: Any, box: Box) -> int:
-        """The chunks that the box touches, before compression."""
-        chunk = array.chunks
-        num_chunks = prod(
-            -(-stop // size) - start // size
-            for start, stop, size in zip(box.starts, box.stops, chunk[1:], strict=True)
-        )
-        return num_chunks * prod(chunk) * array.dtype.itemsize
-
-
-def _open_zarr(folder: Path, what: str) -> Any:
-    zarr = optional("zarr", f"{folder} needs zarr", "zarr")
-    try:
-        array = zarr.open_group(str(folder), mode="r")[what]
-        description = str(array.metadata.to_dict()).lower()
-    except Exception as error:
-        raise ShardwiseError(f"{folder} has no zarr array {what!r}: {one_line(error)}") from None
-    if not isinstance(array, zarr.Array):
-        raise ShardwiseError(f"{folder}/{what} is a zarr group, and not an array")
-    if "pickle" in description:
-        raise ShardwiseError(f"{folder}/{what} holds pickles, which are never loaded")
-    return array
 
 
 # -- scikit-learn's digits -------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import system_errors_as
 from shardwise.geometry.box import Box
 
-from .source import Source, optional
-
-PILLOW = ("images are read with Pillow", "shardwise[train]")
-SUFFIXES = {".jpg", ".jpeg", ".png"}
-MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}  # 8 bits a channel, or fewer
+from .pictures import SUFFIXES, check_channels, decoded
+from .source import Source
 
 
 class ImageFolder(Source):
@@ -32,8 +28,7 @@ class ImageFolder(Source):
     def __init__(
         self, folder: str | Path, size: tuple[int, int] | None = None, channels: int = 3
     ) -> None:
-        if channels not in (1, 3):
-            raise ShardwiseError(f"channels={channels} must be 3 (colour) or 1 (grey)")
+        check_channels(channels)
         self.folder, self.name, self.channels = Path(folder), str(folder), channels
         self.files = sorted(path for path in self._walk() if path.suffix.lower() in SUFFIXES)
         if not self.files:
@@ -87,22 +82,6 @@ class ImageFolder(Source):
         with system_errors_as(f"{path} cannot be read"):
             content = path.read_bytes()
         self.bytes_read += len(content)
-        pillow, ops = (optional(f"PIL.{name}", *PILLOW) for name in ("Image", "ImageOps"))
-        try:
-            if path.suffix.lower() == ".png":
-                pillow.open(BytesIO(content)).verify()  # checksums, which load() passes over
-            image = pillow.open(BytesIO(content), formats=("JPEG", "PNG"))
-            self._check_size(path, (image.height, image.width))  # before it takes memory
-            image.load()
-        except ShardwiseError:
-            raise
-        except Exception as error:  # a decoder may fail in any way on a damaged file
-            raise ShardwiseError(f"{path} is no image that can be read: {error}") from None
-        if image.mode not in MODES:
-            raise ShardwiseError(f"{path} has pixels of kind {image.mode}, and not of 8 bits")
-        image = image.convert("RGB" if self.channels == 3 else "L")
-        if self.size is not None:
-            height, width = self.size
-            image = ops.fit(image, (width, height), pillow.Resampling.BILINEAR)
-        pixels = np.asarray(image, dtype=np.uint8)
-        return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
+        return decoded(
+            content, path, self.channels, self.size, lambda size: self._check_size(path, size)
+        )

@@ -8,12 +8,15 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 
-from .arrays import IMAGES, Zarr, digits, npy
+from .arrays import IMAGES, digits, npy
+from .chunked import HDF5, Hdf5, Zarr, hdf5_files
 from .cifar import TEST, TRAIN, Cifar10
 from .image_folder import ImageFolder
+from .nifti import FOLDERS, Nifti, nifti_files
 from .source import Source, bad_samples, check_on_error, without
 from .store import HEADER, Store
 from .synthetic import Synthetic
+from .tars import Tars
 
 logger = logging.getLogger(__name__)
 ZARR = (".zgroup", "zarr.json")
@@ -27,11 +30,12 @@ def open_source(
     num_classes: int | None = None,
     on_error: str = "raise",
 ) -> Source:
-    """The source of `digits`, `synthetic:100x3x32x32` or a folder, told by what lies in it.
+    """The source of `digits`, `synthetic:100x3x32x32`, a file or a folder, told by what is in it.
 
     A folder is a store (store.json), CIFAR-10 (data_batch_1.bin), arrays (images.npy, or a folder
-    images of .npy files, and labels alike), a zarr group (with images and labels), or images in
-    one subfolder per class.
+    images of .npy files, and labels alike), a zarr group (with images and labels), HDF5 files,
+    NIfTI files (a folder images, and labels alike), tars, or images in one subfolder per class. A
+    file is HDF5 (.h5) or a tar; train-{000..146}.tar are many.
 
     With on_error="skip", samples that cannot be read are named in a warning and left out. For that
     all are read once, here: ranks that found out while training would see different batches.
@@ -95,13 +99,18 @@ def open_lazily(spec: str | Path, on_error: str = "raise", **given: Any) -> Sour
     if text.startswith("synthetic:"):
         count, *shape = _numbers(text)
         return Synthetic(count, tuple(shape), **_only(options, text, "num_classes"))
+    if text.endswith(HDF5) and not Path(spec).is_dir():
+        return Hdf5(spec, **_only(options, text, "num_classes"))
+    if text.endswith(".tar"):
+        return Tars(spec, **_only(options, text, "num_classes", "size"))
     return _open_folder(Path(spec), on_error, options)
 
 
 def _open_folder(folder: Path, on_error: str, options: dict[str, Any]) -> Source:
     if not folder.is_dir():
         raise ShardwiseError(
-            f"{folder} is neither a folder, nor digits, nor synthetic:100x3x32x32 or the like"
+            f"{folder} is neither a folder, an HDF5 file or a tar, nor digits, nor "
+            "synthetic:100x3x32x32 or the like"
         )
 
     def holds(*names: str) -> bool:
@@ -117,6 +126,12 @@ def _open_folder(folder: Path, on_error: str, options: dict[str, Any]) -> Source
         return npy(folder, **_only(options, kind, "num_classes"))
     if holds(*ZARR):
         return Zarr(folder, **_only(options, kind, "num_classes"))
+    if hdf5_files(folder):
+        return Hdf5(folder, **_only(options, kind, "num_classes"))
+    if any(nifti_files(folder / images) for images, _ in FOLDERS):
+        return Nifti(folder, **_only(options, kind, "num_classes"))
+    if next(folder.glob("*.tar"), None):
+        return Tars(folder, **_only(options, kind, "num_classes", "size"))
     return ImageFolder(folder, **_only(options, kind, "size"))
 
 

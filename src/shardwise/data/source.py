@@ -187,3 +187,8 @@ def optional(module: str, use: str, package: str) -> Any:
 def class_names(num_classes: int) -> tuple[str, ...]:
     """The names of classes that have none: their numbers."""
     return tuple(map(str, range(num_classes)))
+
+
+def times(shape: tuple[int, ...]) -> str:
+    """A shape as messages write it."""
+    return "x".join(map(str, shape)) or "a single number"

@@ -63,11 +63,13 @@ class Settings(BaseModel):
     )
     weights: str | None = _field(None, "Model", "Start from these weights: .pt or .safetensors.")
 
-    data: str = _field("digits", "Data", "digits, synthetic:100x3x32x32, or a folder of samples.")
+    data: str = _field(
+        "digits", "Data", "digits, synthetic:100x3x32x32, or a file or folder of samples."
+    )
     test_data: str | None = _field(
         None, "Data", "Samples to test on. (default: those that belong to the data)"
     )
-    num_classes: Count | None = _field(None, "Data", "Of arrays and synthetic samples.")
+    num_classes: Count | None = _field(None, "Data", "Of arrays, volumes and synthetic samples.")
     size: tuple[Count, Count] | None = _field(None, "Data", "Resize images to height,width.")
     on_error: Literal["raise", "skip"] = _field(
         "raise", "Data", "What a sample that cannot be read does."
