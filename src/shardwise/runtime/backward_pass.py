@@ -32,6 +32,7 @@ class Pass:
     machine: RankMachine
     params: Tensors
     holds: bool = False  # it was made under no_sync()
+    at_once: bool = False  # its gradients are averaged over replicas: nothing may come later
     spent: bool = False  # its way back has been gone, and nothing was retained
 
 
@@ -40,6 +41,7 @@ def run_backward_pass(
 ) -> list[Any]:
     """The gradients of the inputs, and those of the parameters unless they come later."""
     state, machine, program = made.state, made.machine, made.machine.program
+    at_once |= made.at_once
     holds = made.holds and state.gradients.holds and not at_once and not _autograd_wants(made)
     entry, used = _enter(program, gradients, holds, state)
     reached = machine.bound.reached(used)
@@ -77,7 +79,7 @@ def _finished(
 ) -> Tensors:
     """The gradients that autograd is to add up: not those that wait for their sums."""
     state, gradients = made.state, made.state.gradients
-    delayed = gradients.delayed if gradients.update_delayed else None
+    delayed = gradients.delayed if gradients.update_delayed and not made.at_once else None
     if sums.held:
         found = sums.finish(stored, delayed)
         for name in found.keys() & sums.views.keys():

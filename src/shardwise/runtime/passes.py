@@ -28,6 +28,7 @@ from shardwise.runtime.block import Block, plain
 from shardwise.runtime.bound import Bound, reached
 from shardwise.runtime.compiling import GRAPHS, own_memory
 from shardwise.runtime.lowering import Types
+from shardwise.runtime.outer_replicas import averages_gradients
 from shardwise.runtime.rank_machine import RankMachine, Tensors
 from shardwise.runtime.state import State
 from shardwise.runtime.wrapping import Wrap, recorded, updated_before_use, watched
@@ -196,7 +197,8 @@ def _outputs(
             "call the model under torch.no_grad() or torch.inference_mode(), or use output='full'"
         )
     if records:
-        made = Pass(state, machine, params, state.gradients.holds)
+        at_once = averages_gradients(state.modules.values())
+        made = Pass(state, machine, params, state.gradients.holds, at_once)
         anchor = torch.empty(0, requires_grad=True)  # a model may have no parameter at all
         outputs = _Node.apply(made, anchor, *inputs, *params.values())
     else:
