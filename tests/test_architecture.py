@@ -30,9 +30,10 @@ EXECUTE = {
 CORE = {*DESCRIBE, *DECIDE, *EXECUTE}
 USE = {
     "zoo": set(),
+    "caffe": set(),
     "data": {"geometry"},
     "launch": {"comm"},
-    "specs": CORE - {"comm", "runtime", "kernels"} | {"zoo"},
+    "specs": CORE - {"comm", "runtime", "kernels"} | {"zoo", "caffe"},
     "measure": CORE | {"launch", "specs"},
     "checkpoint": {"geometry", "comm", "runtime"},
     "verify": CORE - {"planner"} | {"launch", "specs"},

@@ -50,5 +50,7 @@ def _fill_bilinear(weight: Tensor, filler: Message) -> None:
     size = weight.shape[3]
     factor = (size + 1) // 2
     centre = (2 * factor - 1 - factor % 2) / (2 * factor)
-    line = 1 - (torch.arange(size, dtype=weight.dtype, device=weight.device) / factor - centre).abs()
+    line = (
+        1 - (torch.arange(size, dtype=weight.dtype, device=weight.device) / factor - centre).abs()
+    )
     weight.copy_((line[:, None] * line).expand_as(weight))

@@ -18,7 +18,9 @@ def per_dim(param: Message, name: str, num_dims: int, default: int) -> tuple[int
     """A size per dim of space: one for all, one for each, or as name_h and name_w."""
     sides = [f"{name.removesuffix('_size')}_{side}" for side in "hw"]
     if name != "dilation" and num_dims == 2 and any(map(param.has, sides)):
-        return tuple(getattr(param, side) or (default if name != "kernel_size" else 0) for side in sides)
+        return tuple(
+            getattr(param, side) or (default if name != "kernel_size" else 0) for side in sides
+        )
     given = getattr(param, name)
     given = [given] if isinstance(given, int) else list(given or [])
     if len(given) not in (0, 1, num_dims):
@@ -57,7 +59,9 @@ class Convolve(Weights):
         self.weight = nn.Parameter(torch.empty(*pair, *kernel))
         self.bias = nn.Parameter(torch.empty(outputs)) if param.bias_term else None
         names = {"stride": 1, "padding": 0, "dilation": 1}
-        self.how = {n: per_dim(param, n.replace("padding", "pad"), dims, d) for n, d in names.items()}
+        self.how = {
+            n: per_dim(param, n.replace("padding", "pad"), dims, d) for n, d in names.items()
+        }
         self.how["groups"] = group
         family = "conv_transpose" if transposed else "conv"
         self.function = getattr(functional, f"{family}{dims}d")
