@@ -20,7 +20,7 @@ from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.plans.plan import Plan
 from shardwise.report.run_report import PLAN
-from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.model_spec import CAFFE, ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.specs.request import planned
 
@@ -44,7 +44,9 @@ def make_augment(settings: Settings, source: Source) -> Augment:
 def build_model(settings: Settings, source: Source) -> nn.Module:
     """The model with its first weights; the zoo's have as many classes as the samples."""
     options = dict(settings.options)
-    if ":" not in settings.model:
+    if settings.model.endswith(CAFFE):
+        options["shape"] = make_augment(settings, source).out_shape(source.shape)
+    elif ":" not in settings.model:
         options.setdefault("num_classes", len(source.classes))
     torch.manual_seed(settings.seed)
     model = ModelSpec(settings.model, options=options).build().to(DTYPES[settings.precision])

@@ -56,7 +56,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = _field(
-        "digits", "Model", "A zoo name, package.module:callable or file.py:callable."
+        "digits", "Model", "A zoo name, package.module:callable, file.py:callable or net.prototxt."
     )
     options: dict[str, Any] = _field(
         {}, "Model", "KEY=VALUE for the callable that builds the model."
