@@ -1,1 +1,1 @@
-"""Caffe's files as models and training runs: nets, solvers, weights and the data they name."""
+"""Caffe's files as models: nets in prototxt files."""

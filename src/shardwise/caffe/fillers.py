@@ -7,11 +7,11 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from .messages import Message
+from .messages import ProtoMessage
 
 
 @torch.no_grad()
-def fill(weight: Tensor, filler: Message, default: float = 0.0) -> None:
+def fill(weight: Tensor, filler: ProtoMessage, default: float = 0.0) -> None:
     """Fills a weight; where no filler was written, with one number."""
     if not filler.written:
         weight.fill_(default)
@@ -36,14 +36,14 @@ def fill(weight: Tensor, filler: Message, default: float = 0.0) -> None:
         raise filler.wrong(f"there is no filler {kind!r}", "type")
 
 
-def _fan(weight: Tensor, filler: Message) -> float:
+def _fan(weight: Tensor, filler: ProtoMessage) -> float:
     fan_in = weight.numel() / weight.shape[0]
     fan_out = weight.numel() / (weight.shape[1] if weight.ndim > 1 else 1)
     average = (fan_in + fan_out) / 2
     return {"FAN_IN": fan_in, "FAN_OUT": fan_out, "AVERAGE": average}[filler.variance_norm]
 
 
-def _fill_bilinear(weight: Tensor, filler: Message) -> None:
+def _fill_bilinear(weight: Tensor, filler: ProtoMessage) -> None:
     """Weights of an interpolation, for a deconvolution that enlarges."""
     if weight.ndim != 4 or weight.shape[2] != weight.shape[3]:
         raise filler.wrong("a bilinear filler needs a square kernel in two dimensions")

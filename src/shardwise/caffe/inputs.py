@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .messages import Message
+from .messages import ProtoMessage
 
 DATA = ("Data", "ImageData", "HDF5Data", "DummyData", "Input")
 
@@ -16,7 +16,7 @@ class NetInput:
 
 
 def net_inputs(
-    net: Message, layers: list[Message], shape: tuple[int, ...] | None
+    net: ProtoMessage, layers: list[ProtoMessage], shape: tuple[int, ...] | None
 ) -> tuple[NetInput, ...]:
     """All inputs; the first has this shape where it is given, samples left out."""
     found = _named(net)
@@ -31,7 +31,7 @@ def net_inputs(
     return tuple(found)
 
 
-def _named(net: Message) -> list[NetInput]:
+def _named(net: ProtoMessage) -> list[NetInput]:
     dims, names = list(net.input_dim), net.input
     shapes = [tuple(each.dim) for each in net.input_shape]
     shapes = shapes or [tuple(dims[i : i + 4]) for i in range(0, len(dims), 4)]
@@ -40,13 +40,17 @@ def _named(net: Message) -> list[NetInput]:
     return [NetInput(name, shape) for name, shape in zip(names, shapes, strict=True)]
 
 
-def _shapes(layer: Message, given: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+def _shapes(layer: ProtoMessage, given: tuple[int, ...] | None) -> list[tuple[int, ...]]:
     """The shapes of a data layer's tops: samples, and labels where it has them."""
     if layer.type in ("Input", "DummyData"):
         param = layer.input_param if layer.type == "Input" else layer.dummy_data_param
         shapes = [tuple(each.dim) for each in param.shape]
         if layer.type == "DummyData" and not shapes:
             sizes = (param.num, param.channels, param.height, param.width)
+            if len(set(map(len, sizes))) != 1:
+                raise layer.wrong(
+                    f"layer {layer.name!r} needs as many num as channels, height and width"
+                )
             shapes = list(zip(*sizes, strict=True))
         if not shapes:
             raise layer.wrong(f"layer {layer.name!r} has no shape")
@@ -63,5 +67,5 @@ def _shapes(layer: Message, given: tuple[int, ...] | None) -> list[tuple[int, ..
                 f"the size of the samples of layer {layer.name!r} is not known: it has no "
                 "crop_size; give an input shape"
             )
-        given = (1 if change.force_gray or len(change.mean_value) == 1 else 3, size, size)
+        given = (1 if change.force_gray else 3, size, size)
     return [(batch or 1, *given), (batch or 1,)]

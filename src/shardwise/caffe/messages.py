@@ -54,7 +54,7 @@ def _kind(text: str) -> FieldKind:
     return FieldKind(kind, False, _scalar(known, Word(default) if kind != "str" else default))
 
 
-class Message:
+class ProtoMessage:
     """A message: fields by name, with their defaults, and where they stand.
 
     A message within that was not written is an empty one, unless it may stand several times.
@@ -85,7 +85,7 @@ class Message:
         if known.kind in MESSAGES:
             if not isinstance(field.value, tuple):
                 raise ShardwiseError(f"{place}: {field.name} must be a message in braces")
-            return Message(known.kind, self.file, field.line, field.value)
+            return ProtoMessage(known.kind, self.file, field.line, field.value)
         value = _scalar(known, field.value)
         if value is None:
             wanted = WANTED.get(known.kind) or f"one of {', '.join(known.words)}"
@@ -101,7 +101,7 @@ class Message:
             return self.written[name]
         known = kinds(self.kind)[name]
         if known.kind in MESSAGES and not known.repeated:
-            return Message(known.kind, self.file, self.line)
+            return ProtoMessage(known.kind, self.file, self.line)
         return known.default
 
     def has(self, name: str) -> bool:
@@ -136,7 +136,7 @@ def _scalar(known: FieldKind, value: Value) -> Any:
         return None
 
 
-def read_message(path: str | Path, kind: str) -> Message:
+def read_message(path: str | Path, kind: str) -> ProtoMessage:
     """The message of a prototxt file."""
     with system_errors_as(f"{str(path)!r} cannot be read"):
         content = Path(path).read_bytes()
@@ -144,4 +144,4 @@ def read_message(path: str | Path, kind: str) -> Message:
         text = content.decode()
     except UnicodeDecodeError:
         raise ShardwiseError(f"{str(path)!r} is not text: a prototxt file is wanted") from None
-    return Message(kind, str(path), 1, parse_text(text, str(path)))
+    return ProtoMessage(kind, str(path), 1, parse_text(text, str(path)))

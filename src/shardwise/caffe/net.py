@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from shardwise.errors import ShardwiseError, one_line
 
 from .inputs import DATA, NetInput, net_inputs
-from .messages import Message
+from .messages import ProtoMessage
 from .phases import NetState, present, read_layers
 from .plain_layers import PLAIN
-from .weighted_layers import BatchNorm, Convolve, InnerProduct, PRelu, Scale, Shapes
+from .weighted_layers import CaffeBatchNorm, Convolve, InnerProduct, PRelu, Scale, Shapes
 
-Build = Callable[[Message, Shapes], nn.Module]
+Build = Callable[[ProtoMessage, Shapes], nn.Module]
 LOSS, ACCURACY, SILENCE = "SoftmaxWithLoss", "Accuracy", "Silence"
 
 
 class Plain(nn.Module):
     """A layer without weights."""
 
-    def __init__(self, layer: Message, shapes: Shapes) -> None:
+    def __init__(self, layer: ProtoMessage, shapes: Shapes) -> None:
         super().__init__()
         self.kind, self.function = layer.type, PLAIN[layer.type](layer, shapes)
 
@@ -35,13 +35,15 @@ class Plain(nn.Module):
         return self.kind
 
 
-def _dropout(layer: Message, shapes: Shapes) -> nn.Module:
+def _dropout(layer: ProtoMessage, shapes: Shapes) -> nn.Module:
+    if not layer.dropout_param.scale_train:
+        raise layer.wrong(f"layer {layer.name!r}: scale_train must be true")
     return nn.Dropout(layer.dropout_param.dropout_ratio)
 
 
 BUILD: dict[str, Build] = {
     **dict.fromkeys(PLAIN, Plain),
-    "BatchNorm": BatchNorm,
+    "BatchNorm": CaffeBatchNorm,
     "Bias": Scale,
     "Convolution": lambda layer, shapes: Convolve(layer, shapes, False),
     "Deconvolution": lambda layer, shapes: Convolve(layer, shapes, True),
@@ -77,7 +79,7 @@ class CaffeNet(nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         return self.phases["TRAIN" if self.training else "TEST"].run(self, tensors)
 
-    def module_of(self, layer: Message, shapes: Shapes) -> tuple[str, nn.Module]:
+    def module_of(self, layer: ProtoMessage, shapes: Shapes) -> tuple[str, nn.Module]:
         """The module of a layer; phases share weights by the names of layers."""
         key = f"{layer.name}/{layer.type}"
         if key not in self.attributes:
@@ -92,10 +94,15 @@ class CaffeNet(nn.Module):
 class _Phase:
     """The steps of a phase: modules by name, from tensors by name to others."""
 
-    def __init__(self, net: CaffeNet, layers: list[Message], inputs: tuple[NetInput, ...]) -> None:
+    def __init__(
+        self, net: CaffeNet, layers: list[ProtoMessage], inputs: tuple[NetInput, ...]
+    ) -> None:
         self.steps: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
         self.scores: list[tuple[float, str]] = []
         shapes = {given.name: given.shape for given in inputs}
+        for layer in layers:
+            if layer.type in (LOSS, ACCURACY) and len(layer.bottom) != 2:
+                raise layer.wrong(f"layer {layer.name!r} must read scores and labels")
         labels = {layer.bottom[1] for layer in layers if layer.type in (LOSS, ACCURACY)}
         self.inputs = tuple(given for given in inputs if given.name not in labels)
         unused = dict.fromkeys(shapes)
@@ -118,16 +125,15 @@ class _Phase:
             n for n in unused if n not in labels
         ]
 
-    def _add(self, net: CaffeNet, layer: Message, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _add(self, net: CaffeNet, layer: ProtoMessage, shapes: dict[str, tuple[int, ...]]) -> None:
         bottoms = [shapes[name] for name in layer.bottom]
         name, module = net.module_of(layer, bottoms)
         try:
-            found = _meta_run(module, bottoms)
+            shapes.update(zip(layer.top, _meta_run(module, bottoms), strict=True))
         except ShardwiseError:
             raise
         except Exception as error:
             raise layer.wrong(f"layer {layer.name!r} does not fit: {one_line(error)}") from None
-        shapes.update(zip(layer.top, found, strict=False))
         self.steps.append((name, tuple(layer.bottom), tuple(layer.top)))
         if any(p.is_meta for p in [*module.parameters(), *module.buffers()]):
             _made(module, net.device, layer)
@@ -141,7 +147,7 @@ class _Phase:
         return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _built(layer: Message, shapes: Shapes) -> nn.Module:
+def _built(layer: ProtoMessage, shapes: Shapes) -> nn.Module:
     if layer.type not in BUILD:
         raise layer.wrong(
             f"layer {layer.name!r} is of type {layer.type!r}, which is not known", "type"
@@ -159,7 +165,7 @@ def _meta_run(module: nn.Module, shapes: Shapes) -> Shapes:
     return [tuple(top.shape) for top in (found if isinstance(found, tuple) else (found,))]
 
 
-def _made(module: Any, device: torch.device, layer: Message) -> None:
+def _made(module: Any, device: torch.device, layer: ProtoMessage) -> None:
     """Weights where they belong, filled, and frozen where their lr_mult is 0."""
     if device.type != "meta":
         module.to_empty(device=device)

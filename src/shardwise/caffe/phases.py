@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ShardwiseError
 
-from .messages import Message, read_message
+from .messages import ProtoMessage, read_message
 
 NEW_TYPES = {  # of old files, where joining the capitalised words is not right
     "ABSVAL": "AbsVal",
@@ -27,7 +27,7 @@ class NetState:
     stages: tuple[str, ...] = ()
     level: int = 0
 
-    def meets(self, rule: Message) -> bool:
+    def meets(self, rule: ProtoMessage) -> bool:
         lowest = rule.min_level if rule.has("min_level") else self.level
         highest = rule.max_level if rule.has("max_level") else self.level
         return (
@@ -38,7 +38,7 @@ class NetState:
         )
 
 
-def read_layers(path: str) -> tuple[Message, list[Message]]:
+def read_layers(path: str) -> tuple[ProtoMessage, list[ProtoMessage]]:
     """A net's file, and all its layers."""
     net = read_message(path, "NetParameter")
     if net.has("layer") and net.has("layers"):
@@ -49,7 +49,7 @@ def read_layers(path: str) -> tuple[Message, list[Message]]:
     return net, list(layers)
 
 
-def present(layer: Message, state: NetState) -> bool:
+def present(layer: ProtoMessage, state: NetState) -> bool:
     """Whether a layer is part of the net in this state."""
     if layer.has("include") and layer.has("exclude"):
         raise layer.wrong(f"layer {layer.name!r} has include and exclude rules; give one kind")
@@ -58,9 +58,9 @@ def present(layer: Message, state: NetState) -> bool:
     return not any(map(state.meets, layer.exclude))
 
 
-def _renewed(old: Message) -> Message:
+def _renewed(old: ProtoMessage) -> ProtoMessage:
     """A layer of the old form as one of today's."""
-    layer = Message("LayerParameter", old.file, old.line)
+    layer = ProtoMessage("LayerParameter", old.file, old.line)
     moved = {"type", "param", "blob_share_mode", "blobs_lr", "weight_decay"}
     layer.written = {name: value for name, value in old.written.items() if name not in moved}
     layer.lines = dict(old.lines)
@@ -69,7 +69,7 @@ def _renewed(old: Message) -> Message:
     rates, decays, names = old.blobs_lr, old.weight_decay, old.param
     params = []
     for index in range(max(map(len, (rates, decays, names)))):
-        param = Message("ParamSpec", old.file, old.line)
+        param = ProtoMessage("ParamSpec", old.file, old.line)
         for name, values in (("lr_mult", rates), ("decay_mult", decays), ("name", names)):
             if index < len(values):
                 param.written[name] = values[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .messages import Message
+from .messages import ProtoMessage
 from .weighted_layers import Shapes, per_dim
 
 Function = Callable[..., Any]
 
 
-def pooling(layer: Message, shapes: Shapes) -> Function:
-    """Caffe's windows begin within the input or its first padding; torch's ceil mode does so too."""
+def pooling(layer: ProtoMessage, shapes: Shapes) -> Function:
+    """Caffe's windows begin within the input or its first padding, as in torch's ceil mode."""
     param, space = layer.pooling_param, shapes[0][2:]
     if param.pool == "STOCHASTIC" or len(space) != 2:
         raise layer.wrong(f"layer {layer.name!r}: pooling must be MAX or AVE, in two dimensions")
@@ -34,7 +35,7 @@ def pooling(layer: Message, shapes: Shapes) -> Function:
     return lambda x: function(x, kernel, stride, pad, ceil_mode=ceil)
 
 
-def lrn(layer: Message, shapes: Shapes) -> Function:
+def lrn(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.lrn_param
     size, alpha, beta, k = param.local_size, param.alpha, param.beta, param.k
     if not size % 2:
@@ -45,13 +46,13 @@ def lrn(layer: Message, shapes: Shapes) -> Function:
     return lambda x: x * (1 + alpha * functional.avg_pool2d(x * x, size, 1, half)) ** -beta
 
 
-def concat(layer: Message, shapes: Shapes) -> Function:
+def concat(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.concat_param
     axis = param.axis if not param.has("concat_dim") else param.concat_dim
     return lambda *x: torch.cat(x, axis)
 
 
-def slices(layer: Message, shapes: Shapes) -> Function:
+def slices(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.slice_param
     axis = param.axis if not param.has("slice_dim") else param.slice_dim
     size, parts = shapes[0][axis], len(layer.top)
@@ -59,11 +60,11 @@ def slices(layer: Message, shapes: Shapes) -> Function:
     bounds = [0, *points, size]
     if len(points) != parts - 1 or sorted(set(bounds)) != bounds:
         raise layer.wrong(f"layer {layer.name!r} must cut {size} into {parts} parts")
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
     return lambda x: torch.split(x, lengths, axis)
 
 
-def eltwise(layer: Message, shapes: Shapes) -> Function:
+def eltwise(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.eltwise_param
     factors = list(param.coeff) or [1.0] * len(shapes)
     if len(factors) != len(shapes):
@@ -81,7 +82,7 @@ def eltwise(layer: Message, shapes: Shapes) -> Function:
     return combined
 
 
-def reshape(layer: Message, shapes: Shapes) -> Function:
+def reshape(layer: ProtoMessage, shapes: Shapes) -> Function:
     param, rank = layer.reshape_param, len(shapes[0])
     begin = param.axis if param.axis >= 0 else param.axis + rank + 1
     end = rank if param.num_axes == -1 else begin + param.num_axes
@@ -94,7 +95,7 @@ def reshape(layer: Message, shapes: Shapes) -> Function:
     return reshaped
 
 
-def crop(layer: Message, shapes: Shapes) -> Function:
+def crop(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.crop_param
     axis = param.axis % len(shapes[0])
     dims = list(range(axis, len(shapes[0])))
@@ -111,7 +112,7 @@ def crop(layer: Message, shapes: Shapes) -> Function:
     return cropped
 
 
-def power(layer: Message, shapes: Shapes) -> Function:
+def power(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.power_param
     factor, shift, exponent = param.scale, param.shift, param.power
 
@@ -123,41 +124,41 @@ def power(layer: Message, shapes: Shapes) -> Function:
     return raised
 
 
-def exponential(layer: Message, shapes: Shapes) -> Function:
+def exponential(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.exp_param
     base = 1.0 if param.base == -1 else log(param.base)
     return lambda x: torch.exp(base * (param.shift + param.scale * x))
 
 
-def logarithm(layer: Message, shapes: Shapes) -> Function:
+def logarithm(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.log_param
     base = 1.0 if param.base == -1 else log(param.base)
     return lambda x: torch.log(param.shift + param.scale * x) / base
 
 
-def relu(layer: Message, shapes: Shapes) -> Function:
+def relu(layer: ProtoMessage, shapes: Shapes) -> Function:
     slope = layer.relu_param.negative_slope
     return (lambda x: functional.leaky_relu(x, slope)) if slope else functional.relu
 
 
-def elu(layer: Message, shapes: Shapes) -> Function:
+def elu(layer: ProtoMessage, shapes: Shapes) -> Function:
     return lambda x: functional.elu(x, layer.elu_param.alpha)
 
 
-def softmax(layer: Message, shapes: Shapes) -> Function:
+def softmax(layer: ProtoMessage, shapes: Shapes) -> Function:
     return lambda x: torch.softmax(x, layer.softmax_param.axis)
 
 
-def flatten(layer: Message, shapes: Shapes) -> Function:
+def flatten(layer: ProtoMessage, shapes: Shapes) -> Function:
     param = layer.flatten_param
     return lambda x: x.flatten(param.axis, param.end_axis)
 
 
-def split(layer: Message, shapes: Shapes) -> Function:
+def split(layer: ProtoMessage, shapes: Shapes) -> Function:
     return lambda x: (x,) * len(layer.top)
 
 
-PLAIN: dict[str, Callable[[Message, Shapes], Function]] = {
+PLAIN: dict[str, Callable[[ProtoMessage, Shapes], Function]] = {
     "AbsVal": lambda layer, shapes: torch.abs,
     "BNLL": lambda layer, shapes: functional.softplus,
     "Concat": concat,

@@ -1,4 +1,4 @@
-"""Which fields the messages of nets and solvers have: facts of the format, as a table.
+"""Which fields the messages of nets have: facts of the format, as a table.
 
 `int`, `float`, `bool` and `str` are scalars, `A|B` an enum in the order of its numbers, other words
 messages; `*` says that a field may stand several times, ` = ` gives a default.
@@ -65,10 +65,36 @@ LAYER_PARAMETERS: Fields = {
     **{
         f"{name}_param": f"{''.join(part.title() for part in name.split('_'))}Parameter"
         for name in (
-            "accuracy batch_norm bias clip concat convolution crop data dropout dummy_data eltwise "
-            "elu exp flatten hdf5_data image_data inner_product input log lrn pooling power prelu "
-            "relu reshape scale sigmoid slice softmax swish tanh"
-        ).split()
+            "accuracy",
+            "batch_norm",
+            "bias",
+            "concat",
+            "convolution",
+            "crop",
+            "data",
+            "dropout",
+            "dummy_data",
+            "eltwise",
+            "elu",
+            "exp",
+            "flatten",
+            "hdf5_data",
+            "image_data",
+            "inner_product",
+            "input",
+            "log",
+            "lrn",
+            "pooling",
+            "power",
+            "prelu",
+            "relu",
+            "reshape",
+            "scale",
+            "sigmoid",
+            "slice",
+            "softmax",
+            "tanh",
+        )
     },
 }
 LAYER: Fields = {
@@ -79,7 +105,7 @@ LAYER: Fields = {
     "include": "NetStateRule*",
     "exclude": "NetStateRule*",
 }
-OLD_TYPES = (  # in the order of their numbers, which have gaps
+OLD_TYPES = (  # in the order of their numbers
     "NONE|ACCURACY|BNLL|CONCAT|CONVOLUTION|DATA|DROPOUT|EUCLIDEAN_LOSS|FLATTEN|HDF5_DATA|"
     "HDF5_OUTPUT|IM2COL|IMAGE_DATA|INFOGAIN_LOSS|INNER_PRODUCT|LRN|MULTINOMIAL_LOGISTIC_LOSS|"
     "POOLING|RELU|SIGMOID|SOFTMAX|SOFTMAX_LOSS|SPLIT|TANH|WINDOW_DATA|ELTWISE|POWER|"
@@ -98,53 +124,8 @@ NET: Fields = {
     "layers": "V1LayerParameter*",
 }
 PHASE = "TRAIN|TEST"
-SOLVER: Fields = {
-    "net": "str",
-    "net_param": "NetParameter",
-    "train_net": "str",
-    "train_net_param": "NetParameter",
-    "test_net": "str*",
-    "test_net_param": "NetParameter*",
-    "train_state": "NetState",
-    "test_state": "NetState*",
-    "test_iter": "int*",
-    "test_interval": "int = 0",
-    "test_compute_loss": "bool = false",
-    "test_initialization": "bool = true",
-    "base_lr": "float",
-    "display": "int = 0",
-    "average_loss": "int = 1",
-    "max_iter": "int",
-    "iter_size": "int = 1",
-    "lr_policy": "str",
-    "gamma": "float",
-    "power": "float",
-    "momentum": "float = 0",
-    "weight_decay": "float = 0",
-    "regularization_type": "str = L2",
-    "stepsize": "int",
-    "stepvalue": "int*",
-    "clip_gradients": "float = -1",
-    "snapshot": "int = 0",
-    "snapshot_prefix": "str",
-    "snapshot_diff": "bool = false",
-    "snapshot_format": "HDF5|BINARYPROTO = BINARYPROTO",
-    "snapshot_after_train": "bool = true",
-    "solver_mode": "CPU|GPU = GPU",
-    "device_id": "int = 0",
-    "random_seed": "int = -1",
-    "type": "str = SGD",
-    "solver_type": "SGD|NESTEROV|ADAGRAD|RMSPROP|ADADELTA|ADAM = SGD",
-    "delta": "float = 1e-8",
-    "momentum2": "float = 0.999",
-    "rms_decay": "float = 0.99",
-    "debug_info": "bool = false",
-    "layer_wise_reduce": "bool = true",
-    "weights": "str*",
-}
 
 MESSAGES: dict[str, Fields] = {
-    "SolverParameter": SOLVER,
     "NetParameter": NET,
     "NetState": {"phase": PHASE, "level": "int = 0", "stage": "str*"},
     "NetStateRule": {
@@ -192,7 +173,6 @@ MESSAGES: dict[str, Fields] = {
         "eps": "float = 1e-5",
     },
     "BiasParameter": {"axis": "int = 1", "num_axes": "int = 1", "filler": "FillerParameter"},
-    "ClipParameter": {"min": "float", "max": "float"},
     "ConcatParameter": {"axis": "int = 1", "concat_dim": "int"},
     "ConvolutionParameter": CONVOLUTION,
     "CropParameter": {"axis": "int = 2", "offset": "int*"},
@@ -264,6 +244,5 @@ MESSAGES: dict[str, Fields] = {
     "SigmoidParameter": {"engine": ENGINE},
     "SliceParameter": {"axis": "int = 1", "slice_point": "int*", "slice_dim": "int"},
     "SoftmaxParameter": {"axis": "int = 1", "engine": ENGINE},
-    "SwishParameter": {"beta": "float = 1"},
     "TanhParameter": {"engine": ENGINE},
 }

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from math import log, prod
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .fillers import fill
-from .messages import Message
+from .messages import ProtoMessage
 
 Shapes = list[tuple[int, ...]]
 
 
-def per_dim(param: Message, name: str, num_dims: int, default: int) -> tuple[int, ...]:
+def per_dim(param: ProtoMessage, name: str, num_dims: int, default: int) -> tuple[int, ...]:
     """A size per dim of space: one for all, one for each, or as name_h and name_w."""
     sides = [f"{name.removesuffix('_size')}_{side}" for side in "hw"]
     if name != "dilation" and num_dims == 2 and any(map(param.has, sides)):
@@ -28,10 +28,10 @@ def per_dim(param: Message, name: str, num_dims: int, default: int) -> tuple[int
     return tuple(given or [default]) * (num_dims // max(len(given), 1))
 
 
-class Weights(nn.Module):
+class FilledWeights(nn.Module):
     """Weights are made on the meta device, for shapes only, and then filled as the layer says."""
 
-    fillers: tuple[tuple[str, Message, float], ...] = ()
+    fillers: tuple[tuple[str, ProtoMessage, float], ...] = ()
 
     def fill(self) -> None:
         for name, filler, default in self.fillers:
@@ -40,10 +40,10 @@ class Weights(nn.Module):
                 fill(weight, filler, default)
 
 
-class Convolve(Weights):
+class Convolve(FilledWeights):
     """A convolution, or the transposed one."""
 
-    def __init__(self, layer: Message, shapes: Shapes, transposed: bool) -> None:
+    def __init__(self, layer: ProtoMessage, shapes: Shapes, transposed: bool) -> None:
         super().__init__()
         param, (_, channels, *space) = layer.convolution_param, shapes[0]
         dims, outputs, group = len(space), param.num_output, param.group
@@ -71,8 +71,8 @@ class Convolve(Weights):
         return self.function(x, self.weight, self.bias, **self.how)
 
 
-class InnerProduct(Weights):
-    def __init__(self, layer: Message, shapes: Shapes) -> None:
+class InnerProduct(FilledWeights):
+    def __init__(self, layer: ProtoMessage, shapes: Shapes) -> None:
         super().__init__()
         param = layer.inner_product_param
         self.axis, self.transposed = param.axis % len(shapes[0]), param.transpose
@@ -88,10 +88,10 @@ class InnerProduct(Weights):
         return functional.linear(x.flatten(self.axis), weight, self.bias)
 
 
-class Scale(Weights):
+class Scale(FilledWeights):
     """A factor, a summand, or both, along some dims; given, or of its own."""
 
-    def __init__(self, layer: Message, shapes: Shapes) -> None:
+    def __init__(self, layer: ProtoMessage, shapes: Shapes) -> None:
         super().__init__()
         scales = layer.type == "Scale"
         param = layer.scale_param if scales else layer.bias_param
@@ -118,8 +118,8 @@ class Scale(Weights):
         return (*values.shape, *self.view[values.ndim :])
 
 
-class PRelu(Weights):
-    def __init__(self, layer: Message, shapes: Shapes) -> None:
+class PRelu(FilledWeights):
+    def __init__(self, layer: ProtoMessage, shapes: Shapes) -> None:
         super().__init__()
         param = layer.prelu_param
         self.weight = nn.Parameter(torch.empty(1 if param.channel_shared else shapes[0][1]))
@@ -129,14 +129,16 @@ class PRelu(Weights):
         return functional.prelu(x, self.weight)
 
 
-class BatchNorm(nn.BatchNorm2d):
+class CaffeBatchNorm(nn.BatchNorm2d):
     """Statistics without weights; running ones are sums divided by a factor that grows.
 
     That factor, Caffe's third blob, is (1 - f^t) / (1 - f) after t batches with the fraction f, so
     that batch t has the weight of its inverse: t is kept, and the factor follows.
     """
 
-    def __init__(self, layer: Message, shapes: Shapes) -> None:
+    num_batches_tracked: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, layer: ProtoMessage, shapes: Shapes) -> None:
         param = layer.batch_norm_param
         self.fraction = param.moving_average_fraction
         super().__init__(shapes[0][1], eps=param.eps, affine=False)
@@ -150,31 +152,24 @@ class BatchNorm(nn.BatchNorm2d):
         return 1 / max(self.factor(), 1.0)
 
     @momentum.setter
-    def momentum(self, value: float) -> None:
+    def momentum(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: float
+    ) -> None:
         pass
 
     def factor(self) -> float:
         batches = int(self.num_batches_tracked)
         return batches if self.fraction == 1 else (1 - self.fraction**batches) / (1 - self.fraction)
 
-    def load(self, mean: Tensor, variance: Tensor, factor: float) -> None:
-        """Takes over the sums of a file."""
-        scale = 1 / factor if factor else 0.0
-        self.running_mean.copy_(mean * scale)  # type: ignore[union-attr]
-        self.running_var.copy_(variance * scale)  # type: ignore[union-attr]
-        rest = 1 - factor * (1 - self.fraction)
-        batches = log(rest) / log(self.fraction) if rest > 1e-6 and self.fraction < 1 else 1e6
-        self.num_batches_tracked.fill_(round(batches))  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         by_batch = self.training if self.use_global is None else not self.use_global
         if by_batch and not self.training:
-            return functional.batch_norm(x, None, None, None, None, True, 0.0, self.eps)
+            return functional.batch_norm(input, None, None, None, None, True, 0.0, self.eps)
         if by_batch:
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+            self.num_batches_tracked.add_(1)
         momentum = self.momentum if by_batch else 0.0
         running = (self.running_mean, self.running_var)
-        return functional.batch_norm(x, *running, None, None, by_batch, momentum, self.eps)
+        return functional.batch_norm(input, *running, None, None, by_batch, momentum, self.eps)
 
     def fill(self) -> None:
         self.reset_running_stats()
