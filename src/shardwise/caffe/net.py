@@ -67,6 +67,7 @@ class CaffeNet(nn.Module):
         net, layers = read_layers(path)
         self.path, self.device = path, torch.get_default_device()
         self.attributes: dict[str, str] = {}  # from names of layers to those of modules
+        self.multipliers: dict[str, tuple[float, float]] = {}  # of a weight's rate and decay
         self.phases: dict[str, _Phase] = {}
         for phase in ("TEST", "TRAIN"):
             chosen = [layer for layer in layers if present(layer, NetState(phase))]
@@ -78,6 +79,24 @@ class CaffeNet(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         return self.phases["TRAIN" if self.training else "TEST"].run(self, tensors)
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """Of the losses of what comes out in training, in its order; empty where there are none."""
+        scores = self.phases["TRAIN"].scores
+        return (
+            tuple(sum(w for w, n in scores if n == name) for name in self.phases["TRAIN"].outputs)
+            if scores
+            else ()
+        )
+
+    def layer_module(self, name: str) -> nn.Module | None:
+        """The module of a layer that has weights or statistics."""
+        for key, attribute in self.attributes.items():
+            module = getattr(self, attribute)
+            if key.rpartition("/")[0] == name and module.state_dict():
+                return module
+        return None
 
     def module_of(self, layer: ProtoMessage, shapes: Shapes) -> tuple[str, nn.Module]:
         """The module of a layer; phases share weights by the names of layers."""
@@ -137,6 +156,8 @@ class _Phase:
         self.steps.append((name, tuple(layer.bottom), tuple(layer.top)))
         if any(p.is_meta for p in [*module.parameters(), *module.buffers()]):
             _made(module, net.device, layer)
+        for (own, _), spec in zip(module.named_parameters(), layer.param, strict=False):
+            net.multipliers[f"{name}.{own}"] = (spec.lr_mult, spec.decay_mult)
 
     def run(self, net: CaffeNet, tensors: tuple[Tensor, ...]) -> Any:
         values = dict(zip((given.name for given in self.inputs), tensors, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import log, prod
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,16 @@ class CaffeBatchNorm(nn.BatchNorm2d):
         momentum = self.momentum if by_batch else 0.0
         running = (self.running_mean, self.running_var)
         return functional.batch_norm(input, *running, None, None, by_batch, momentum, self.eps)
+
+    def load_sums(self, mean: Tensor, variance: Tensor, factor: float) -> None:
+        """Takes over Caffe's sums and their factor."""
+        assert self.running_mean is not None and self.running_var is not None
+        self.running_mean.copy_(mean / factor if factor else mean * 0)
+        self.running_var.copy_(variance / factor if factor else variance * 0)
+        rest = 1 - factor * (1 - self.fraction)  # 0 where the factor no longer grows
+        many = log(1e-6) / log(self.fraction) if self.fraction < 1 else factor
+        batches = log(rest) / log(self.fraction) if self.fraction < 1 and rest > 1e-6 else many
+        self.num_batches_tracked.fill_(round(batches))
 
     def fill(self) -> None:
         self.reset_running_stats()

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.caffe.loading import CAFFEMODEL, load_caffemodel
+from shardwise.caffe.net import CaffeNet
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.data import Augment, Source, flips
@@ -56,7 +58,12 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """A plain state, as `shardwise export` writes it; nothing pickled is run."""
+    """A plain state, as `shardwise export` writes it, or Caffe's; nothing pickled is run."""
+    if path.suffix == CAFFEMODEL:
+        if not isinstance(model, CaffeNet):
+            raise ShardwiseError(f"the weights {str(path)!r} are for a net of a prototxt file")
+        load_caffemodel(model, path)
+        return
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

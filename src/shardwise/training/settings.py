@@ -61,7 +61,9 @@ class Settings(BaseModel):
     options: dict[str, Any] = _field(
         {}, "Model", "KEY=VALUE for the callable that builds the model."
     )
-    weights: str | None = _field(None, "Model", "Start from these weights: .pt or .safetensors.")
+    weights: str | None = _field(
+        None, "Model", "Start from these weights: .pt, .safetensors or .caffemodel."
+    )
 
     data: str = _field("digits", "Data", "digits, synthetic:100x3x32x32, or a folder of samples.")
     test_data: str | None = _field(
