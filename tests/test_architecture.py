@@ -30,14 +30,15 @@ EXECUTE = {
 CORE = {*DESCRIBE, *DECIDE, *EXECUTE}
 USE = {
     "zoo": set(),
+    "caffe": {"data", "geometry"},
     "data": {"geometry"},
     "launch": {"comm"},
-    "specs": CORE - {"comm", "runtime", "kernels"} | {"zoo"},
+    "specs": CORE - {"comm", "runtime", "kernels"} | {"zoo", "caffe"},
     "measure": CORE | {"launch", "specs"},
     "checkpoint": {"geometry", "comm", "runtime"},
     "verify": CORE - {"planner"} | {"launch", "specs"},
     "report": CORE - {"comm", "runtime", "kernels"} | {"specs"},
-    "training": CORE | {"launch", "specs", "data", "checkpoint", "report"},
+    "training": CORE | {"launch", "specs", "data", "checkpoint", "report", "caffe"},
     "libraries": CORE - {"kernels"},
     "cli": CORE
     | {"launch", "specs", "measure", "data", "checkpoint", "verify", "report"}

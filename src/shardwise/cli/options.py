@@ -21,7 +21,8 @@ Split = Annotated[
     typer.Option(help="The same split for every layer, such as n=2,h=2 (axes n d h w f c)."),
 ]
 Model = Annotated[
-    str, typer.Argument(help="A zoo name, package.module:callable or file.py:callable.")
+    str,
+    typer.Argument(help="A zoo name, package.module:callable, file.py:callable or net.prototxt."),
 ]
 Shapes = Annotated[
     list[str] | None,

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from shardwise import zoo
+from shardwise.caffe.net import CaffeNet
 from shardwise.errors import ShardwiseError, one_line
 from shardwise.graph.layer_graph import LayerGraph
 from shardwise.model.capture import capture
 from shardwise.units import is_count
 
 Shapes = tuple[tuple[int, ...], ...]
+CAFFE = ".prototxt"  # how the file of a net ends
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,17 @@ class ModelSpec:
             raise ShardwiseError(f"batch {self.batch}: there must be at least 1 sample")
 
     def build(self) -> nn.Module:
+        if self.model.endswith(CAFFE) and self.shapes:
+            return _build_caffe(self.model, {"shape": self.shapes[0][1:], **self.options})
         return load_model(self.model, **self.options)
 
     def input_shapes(self, default_batch: int) -> Shapes:
         """The shapes that are given, or those of so many samples of a zoo network."""
         if not self.shapes:
+            if self.model.endswith(CAFFE):
+                with torch.device("meta"):
+                    inputs = _build_caffe(self.model, dict(self.options)).inputs
+                return tuple((self.batch or default_batch, *each.shape[1:]) for each in inputs)
             if ":" in self.model:
                 raise ShardwiseError(
                     f"the input shape of {self.model!r} is not known; give one: 2x3x224x224, say"
@@ -74,11 +82,13 @@ class ModelSpec:
 
 
 def load_model(spec: str, **options: Any) -> nn.Module:
-    """Builds the model of a zoo name, `package.module:callable` or `file.py:callable`.
+    """Builds the model of a zoo name, `package.module:callable`, `file.py:callable` or a Caffe net.
 
     >>> load_model("digits", width=8)[-1]
     Linear(in_features=64, out_features=10, bias=True)
     """
+    if spec.endswith(CAFFE):
+        return _build_caffe(spec, options)
     place, colon, name = spec.rpartition(":")
     if not colon:
         factory = _zoo_entry(spec).build
@@ -91,6 +101,13 @@ def load_model(spec: str, **options: Any) -> nn.Module:
             raise ShardwiseError(f"{spec!r} is a {kind}, not a callable that builds a model")
         factory = target
     return _build(spec, factory, options)
+
+
+def _build_caffe(path: str, options: Mapping[str, Any]) -> CaffeNet:
+    unknown = set(options) - {"shape"}
+    if unknown:
+        raise ShardwiseError(f"{path!r} says all about its net, and has no option {min(unknown)!r}")
+    return CaffeNet(path, **options)
 
 
 def _zoo_entry(name: str) -> zoo.Entry:

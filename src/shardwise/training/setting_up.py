@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.caffe.loading import CAFFEMODEL, load_caffemodel
+from shardwise.caffe.net import CaffeNet
 from shardwise.cluster.cluster import Cluster
 from shardwise.comm import Communicator
 from shardwise.data import Augment, Source, flips
@@ -20,7 +22,7 @@ from shardwise.planner.layer_costs import Training
 from shardwise.planner.layer_times import timer_for
 from shardwise.plans.plan import Plan
 from shardwise.report.run_report import PLAN
-from shardwise.specs.model_spec import ModelSpec
+from shardwise.specs.model_spec import CAFFE, ModelSpec
 from shardwise.specs.plan_spec import PlanSpec
 from shardwise.specs.request import planned
 
@@ -44,7 +46,9 @@ def make_augment(settings: Settings, source: Source) -> Augment:
 def build_model(settings: Settings, source: Source) -> nn.Module:
     """The model with its first weights; the zoo's have as many classes as the samples."""
     options = dict(settings.options)
-    if ":" not in settings.model:
+    if settings.model.endswith(CAFFE):
+        options["shape"] = make_augment(settings, source).out_shape(source.shape)
+    elif ":" not in settings.model:
         options.setdefault("num_classes", len(source.classes))
     torch.manual_seed(settings.seed)
     model = ModelSpec(settings.model, options=options).build().to(DTYPES[settings.precision])
@@ -54,7 +58,12 @@ def build_model(settings: Settings, source: Source) -> nn.Module:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """A plain state, as `shardwise export` writes it; nothing pickled is run."""
+    """A plain state, as `shardwise export` writes it, or Caffe's; nothing pickled is run."""
+    if path.suffix == CAFFEMODEL:
+        if not isinstance(model, CaffeNet):
+            raise ShardwiseError(f"the weights {str(path)!r} are for a net of a prototxt file")
+        load_caffemodel(model, path)
+        return
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

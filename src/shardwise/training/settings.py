@@ -56,12 +56,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = _field(
-        "digits", "Model", "A zoo name, package.module:callable or file.py:callable."
+        "digits", "Model", "A zoo name, package.module:callable, file.py:callable or net.prototxt."
     )
     options: dict[str, Any] = _field(
         {}, "Model", "KEY=VALUE for the callable that builds the model."
     )
-    weights: str | None = _field(None, "Model", "Start from these weights: .pt or .safetensors.")
+    weights: str | None = _field(
+        None, "Model", "Start from these weights: .pt, .safetensors or .caffemodel."
+    )
 
     data: str = _field(
         "digits", "Data", "digits, synthetic:100x3x32x32, or a file or folder of samples."

@@ -1,0 +1,1 @@
+"""Caffe's files as models: nets in prototxt files."""
