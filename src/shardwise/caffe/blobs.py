@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.errors import ShardwiseError
 from shardwise.files import system_errors_as
 
-from .wire import DOUBLE, FLOAT, Wire
+from .wire import DOUBLE, FLOAT, WireMessage
 
 # Numbers of fields, from Caffe's own description of its messages.
 OLD_LAYERS, LAYERS = 2, 100  # of a net
@@ -52,14 +52,16 @@ def read_mean(path: str | Path) -> np.ndarray:
     return mean.astype(np.float32)
 
 
-def _mapped(path: str | Path) -> Wire:
+def _mapped(path: str | Path) -> WireMessage:
     with system_errors_as(f"{str(path)!r} cannot be read"), Path(path).open("rb") as file:
         if not file.seek(0, 2):
             raise ShardwiseError(f"{str(path)!r} is empty")
-        return Wire(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), str(path))
+        return WireMessage(
+            memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), str(path)
+        )
 
 
-def _blob(wire: Wire) -> np.ndarray:
+def _blob(wire: WireMessage) -> np.ndarray:
     parts: dict[int, list] = {}
     for number, value in wire.fields():
         parts.setdefault(number, []).append(value)

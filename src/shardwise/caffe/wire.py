@@ -14,7 +14,7 @@ MAX_VARINT = 10  # bytes
 FLOAT, DOUBLE = np.dtype("<f4"), np.dtype("<f8")
 
 
-class Wire:
+class WireMessage:
     """A message in a buffer; whatever its bytes claim is looked at before it is believed."""
 
     def __init__(self, data: memoryview, file: str) -> None:
@@ -40,9 +40,9 @@ class Wire:
             yield key >> 3, self.data[at : at + length]
             at += length
 
-    def within(self, value: Any) -> Wire:
+    def within(self, value: Any) -> WireMessage:
         """The message that a field holds."""
-        return Wire(self.bytes(value), self.file)
+        return WireMessage(self.bytes(value), self.file)
 
     def bytes(self, value: Any) -> memoryview:
         if not isinstance(value, memoryview):
@@ -67,7 +67,7 @@ class Wire:
             if isinstance(value, int):
                 found.append(value)
                 continue
-            packed, at = Wire(value, self.file), 0
+            packed, at = WireMessage(value, self.file), 0
             while at < len(value):
                 number, at = packed._varint(at)
                 found.append(number)
