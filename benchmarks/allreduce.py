@@ -6,8 +6,10 @@ Emulates 8 hosts, 4 on each switch, whose uplink is as fast as one host's link (
 Tunes, and sums vectors of 4 KiB to 256 MiB by gloo's own all-reduce, by each of ours, and by the
 tuned choice, in turn in one run; next to the times of P5's formulas. Their alpha, beta and gamma
 are probed in the same turns, by messages of 1 KiB and of the formulas' n/p (64 KiB to 2 MiB).
-Then P2's segmented sums: four segments of two ranks against one group of eight. Where the cores of
-this machine are busier than the links, the same is repeated with slower links. As root on Linux.
+Then the tuned choice against gloo's own call without anything of ours around it, on 2, 4 and 8
+hosts, 4 KiB to 64 MiB, taking turns at going first (own_sums.py; --own for that only). Then P2's
+segmented sums: four segments of two ranks against one group of eight. Where the cores of this
+machine are busier than the links, the same is repeated with slower links. As root on Linux.
 Aims: round-robin numbering 1.5x faster than consecutive where bandwidth dominates; tuned nowhere
 slower than gloo's own and 1.5x faster somewhere; measured times within 15 % of the formulas.
 """
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import own_sums
 from results import save
 from shardwise.cluster.cluster import Cluster, Link
 from shardwise.cluster.schedules import ALGORITHMS
@@ -151,7 +154,10 @@ def predictions(figures: Figures, switches: tuple[int, ...], nbytes: int) -> dic
 def worker(arguments: argparse.Namespace) -> None:
     init_from_environment()
     torch.set_num_threads(1)
-    found = measure(arguments.sizes, arguments.runs)
+    if arguments.own:
+        found = own_sums.measure(arguments.sizes, arguments.runs)
+    else:
+        found = measure(arguments.sizes, arguments.runs)
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -160,17 +166,20 @@ def worker(arguments: argparse.Namespace) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def emulated(link: str, sizes: tuple[int, ...], runs: list[int]) -> dict[str, Any]:
-    """The figures of 8 hosts at this rate; uplinks are as fast as links."""
+def emulated(
+    link: str, sizes: tuple[int, ...], runs: list[int], hosts: int = HOSTS, own: bool = False
+) -> dict[str, Any]:
+    """The figures of hosts on two switches at this rate; uplinks are as fast as links."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--out", str(out)]
         command += ["--sizes", *map(str, sizes), "--runs", *map(str, runs)]
-        code = run_on_hosts(Wiring.of(HOSTS, link, PER_SWITCH, link), command)
+        command += ["--own"] if own else []
+        code = run_on_hosts(Wiring.of(hosts, link, hosts // 2, link), command)
         if code:
             sys.exit(code)
-        return {"link": link, **json.loads(out.read_text())}
+        return {"link": link, "hosts": hosts, **json.loads(out.read_text())}
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:
@@ -272,9 +281,19 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--own", action="store_true", help="only against gloo's own call")
     arguments = parser.parse_args()
     if under_launcher():
         worker(arguments)
+        return
+    against = []
+    for hosts in own_sums.HOSTS:
+        runs = [own_sums.runs_of(nbytes, arguments.quick) for nbytes in own_sums.SIZES]
+        against.append(emulated(arguments.link, own_sums.SIZES, runs, hosts, own=True))
+        own_sums.show(against[-1])
+    print(_verdict(*own_sums.verdict(against)))
+    save(arguments.json, against)
+    if arguments.own:
         return
     sizes, runs = (QUICK, [5, 5, 3, 2]) if arguments.quick else (SIZES, [15, 15, 9, 3, 2])
     found = [emulated(arguments.link, sizes, runs)]
@@ -285,7 +304,7 @@ def main() -> None:
         )
         found.append(emulated(arguments.slow_link, SLOWER, [3, 2]))
         show(found[1])
-    save(arguments.json, found)
+    save(arguments.json, [*found, *against])
 
 
 if __name__ == "__main__":

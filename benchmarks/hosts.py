@@ -56,12 +56,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def on_hosts(script: str, hosts: int, link: str, options: Sequence[str]) -> Any:
+def on_hosts(
+    script: str, hosts: int, link: str, options: Sequence[str], wires: Sequence[str] = ()
+) -> Any:
     """Runs a script with --worker on every emulated host; returns what its rank 0 wrote as JSON."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         emulate = [sys.executable, "-m", "shardwise", "emulate"]
-        emulate += ["--hosts", str(hosts), "--link", link, "--"]
+        emulate += ["--hosts", str(hosts), "--link", link, *wires, "--"]
         command = [sys.executable, script, "--worker", "--link", link, *options]
         subprocess.run([*emulate, *command, "--json", str(out)], check=True)
         return json.loads(out.read_text())
@@ -85,14 +87,17 @@ def machines(comm: Communicator, link: str, messages: bool = True) -> Cluster:
     return cluster.model_copy(update={"device": device, "links": (port, *cluster.links[1:])})
 
 
-def layer_times(comm: Communicator, graph: LayerGraph, cluster: Cluster) -> Measured:
+def layer_times(
+    comm: Communicator, graph: LayerGraph, cluster: Cluster, crowd: float | None = None
+) -> Measured:
     """What every share of every layer takes on hosts that share the cores of this machine.
 
     Each host times some of them while the others are busy with theirs. What counts is its own time
-    on a core, times the hosts per core: most layers are done before another host has its turn.
+    on a core, times the hosts per core (`crowd`, if not as many as there are): most layers are done
+    before another host has its turn.
     """
     wanted = wanted_works([graph], comm.size)[comm.rank :: comm.size]
-    crowd = max(1.0, comm.size / (os.cpu_count() or 1))
+    crowd = crowd or max(1.0, comm.size / (os.cpu_count() or 1))
     seconds = measure_works(wanted, runs=2, clock=time.thread_time)
     own = {key: (crowd * there, crowd * back) for key, (there, back) in seconds.items()}
     times = dict(item for part in comm.gather_objects(own) for item in part.items())
@@ -117,9 +122,12 @@ def bytes_sent() -> int:
 def take_turns(
     comm: Communicator, steps: Mapping[str, Step], rounds: int, warm: int = 1
 ) -> dict[str, dict[str, list[float]]]:
-    """Rounds of one step of each; seconds of the slowest rank, bytes and busy seconds of all."""
+    """Rounds of one step of each; seconds of the slowest rank, bytes and busy seconds of all.
+
+    And of the busiest rank: where hosts share cores, it may have had more than its share of them.
+    """
     found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "bytes": [], "computing": []} for name in steps
+        name: {"seconds": [], "bytes": [], "computing": [], "busiest": []} for name in steps
     }
     for number in range(rounds + warm):
         for name, step in steps.items():
@@ -132,4 +140,5 @@ def take_turns(
                 found[name]["seconds"].append(max(seconds))
                 found[name]["bytes"].append(float(sum(moved)))
                 found[name]["computing"].append(sum(computing))
+                found[name]["busiest"].append(max(computing))
     return found

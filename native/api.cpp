@@ -3,6 +3,7 @@
 #include "deconvgemm.hpp"
 #include "depthwise.hpp"
 #include "direct.hpp"
+#include "norm_conv.hpp"
 #include "pool.hpp"
 #include "reindex.hpp"
 #include "tapwise.hpp"
@@ -112,6 +113,16 @@ template <class Work> int in_precision(int is_double, Work work) {
     });
 }
 
+// work(scratch) with a block of the size that it asks for.
+template <class Work> void with_scratch(Work work) {
+    Scratch size(nullptr);
+    work(size);
+    const Lease block(arena(), size.bytes() + 64, true);
+    if (!block.data()) throw std::bad_alloc();
+    Scratch scratch(block.data());
+    work(scratch);
+}
+
 }  // namespace shardwise
 
 using namespace shardwise;
@@ -125,7 +136,7 @@ EXPORT const char* sw_kernel_name(int kernel) {
 EXPORT const char* sw_cpu() { return blocks.cpu; }
 
 // Counts the changes of this interface: Python does not use a library that was built for another.
-EXPORT int sw_interface() { return 3; }
+EXPORT int sw_interface() { return 4; }
 
 // Bytes of workspace, or -1 where the kernel does not take this problem.
 EXPORT i64 sw_workspace(int kernel, int direction, int is_double, const Problem* g) {
@@ -177,6 +188,47 @@ EXPORT int sw_norm_backward(int is_double, const Images* g, const void* dy, cons
         norm_backward<T>(*g, (const T*)dy, (const T*)x,
                          {(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse}, relu != 0,
                          (T*)dx, (T*)dweight, (T*)dbias);
+    });
+}
+
+// Batch norm in training, its ReLU and a pointwise convolution of channels-last images.
+EXPORT int sw_norm_conv_forward(int is_double, const Problem* g, const void* x, const void* weight,
+                                const void* bias, void* mean, void* inverse, void* running_mean,
+                                void* running_variance, double momentum, double eps,
+                                const void* w, const void* conv_bias, void* y) {
+    return in_precision(is_double, [&](auto zero) {
+        using T = decltype(zero);
+        const Images images = images_of(*g);
+        const Norm<T> norm{(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse};
+        norm_statistics<T>(images, (const T*)x, norm,
+                           {(T*)running_mean, (T*)running_variance, momentum}, eps);
+        const std::vector<T> scale = norm.scale(images), offset = norm.offset(images, scale);
+        const Normalised<T> source{(const T*)x, g->c, scale.data(), offset.data()};
+        with_scratch([&](Scratch& scratch) {
+            norm_conv_forward<T>(*g, source, (const T*)w, (const T*)conv_bias, (T*)y, scratch);
+        });
+    });
+}
+
+// dw may be null: it is not wanted then.
+EXPORT int sw_norm_conv_backward(int is_double, const Problem* g, const void* dy, const void* x,
+                                 const void* weight, const void* bias, void* mean, void* inverse,
+                                 const void* w, void* dx, void* dweight, void* dbias, void* dw) {
+    return in_precision(is_double, [&](auto zero) {
+        using T = decltype(zero);
+        const Images images = images_of(*g);
+        const Norm<T> norm{(const T*)weight, (const T*)bias, (T*)mean, (T*)inverse};
+        const std::vector<T> scale = norm.scale(images), offset = norm.offset(images, scale);
+        const Normalised<T> source{(const T*)x, g->c, scale.data(), offset.data()};
+        if (dw)
+            with_scratch([&](Scratch& scratch) {
+                const NormalisedColumns<T> columns{source};
+                trans_last(*g, (const T*)dy, columns, (T*)dw, scratch);
+            });
+        with_scratch([&](Scratch& scratch) {
+            norm_conv_backward<T>(*g, (const T*)dy, source, norm, (const T*)w, (T*)dx, (T*)dweight,
+                                  (T*)dbias, scratch);
+        });
     });
 }
 

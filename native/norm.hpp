@@ -169,9 +169,10 @@ template <class T> Moments moments_of(const Images& g, const T* x, i64 channel) 
     return {mean, average([mean](double value) { return (value - mean) * (value - mean); })};
 }
 
+// The mean and spread of every channel, and what a module keeps of them.
 template <class T>
-void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Running<T>& running,
-                  double eps, bool relu, T* y) {
+void norm_statistics(const Images& g, const T* x, const Norm<T>& norm, const Running<T>& running,
+                     double eps) {
     // Sums of differences from a value of the channel: no digits are lost to a large mean.
     std::vector<T> shift((std::size_t)g.c);
     for (i64 c = 0; c < g.c; c++) shift[c] = x[g.last ? c : c * g.pixels];
@@ -194,6 +195,12 @@ void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Runnin
         norm.inverse[c] = (T)(1 / std::sqrt(found.variance + eps));
         running.update(c, found.mean, found.variance, g.count());
     }
+}
+
+template <class T>
+void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Running<T>& running,
+                  double eps, bool relu, T* y) {
+    norm_statistics(g, x, norm, running, eps);
     const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
     each_strip<T>(g, [&](int) {
         return [&](const auto& s) {
@@ -208,38 +215,39 @@ void norm_forward(const Images& g, const T* x, const Norm<T>& norm, const Runnin
 }
 
 // With `relu`, dy does not count where y was 0: y is computed again, just as it was before.
-template <class T>
-void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm, bool relu, T* dx,
-                   T* dweight, T* dbias) {
-    const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
-    auto errors = [&](const auto& s) {
-        const PerChannel by(g, scale.data(), s), to(g, offset.data(), s);
-        return [=, &s](i64 at, int v, vec<T> value) {
+template <class T> struct Errors {
+    const Images& g;
+    const T* dy;
+    const T *scale, *offset;
+    bool relu;
+
+    template <int V> auto of(const Strip<V>& s) const {
+        const PerChannel by(g, scale, s), to(g, offset, s);
+        return [=, &s, dy = dy, relu = relu](i64 at, int v, vec<T> value) {
             const vec<T> d = read(dy + at, s.used);
             return relu ? (value * by.of[v] + to.of[v] <= 0 ? vec<T>{} : d) : d;
         };
-    };
-    const auto totals = sums<T>(g, [&](const auto& s) {
-        const PerChannel mean(g, norm.mean, s);
-        return [=, &s, error = errors(s)](i64 at, int v, vec<T>& a, vec<T>& b) {
-            const vec<T> value = read(x + at, s.used), d = error(at, v, value);
-            a += d;
-            b += d * (value - mean.of[v]);
-        };
-    });
+    }
+};
+
+// dx, dweight and dbias, where for each channel the sums of its errors, and of them times x - mean,
+// are known. dx may be where the errors are.
+template <class T>
+void norm_gradients(const Images& g, const Errors<T>& errors, const T* x, const Norm<T>& norm,
+                    const std::vector<double>& totals, T* dx, T* dweight, T* dbias) {
     std::vector<T> by_x((std::size_t)g.c), constant(by_x);
     for (i64 c = 0; c < g.c; c++) {
         const double s = totals[2 * c], t = totals[2 * c + 1] * norm.inverse[c];
         dbias[c] = (T)s;
         dweight[c] = (T)t;
-        by_x[c] = (T)(-scale[c] * t / g.count() * norm.inverse[c]);
-        constant[c] = (T)(-scale[c] * s / g.count());
+        by_x[c] = (T)(-errors.scale[c] * t / g.count() * norm.inverse[c]);
+        constant[c] = (T)(-errors.scale[c] * s / g.count());
     }
     each_strip<T>(g, [&](int) {
         return [&](const auto& s) {
-            const PerChannel by_error(g, scale.data(), s), mean(g, norm.mean, s);
+            const PerChannel by_error(g, errors.scale, s), mean(g, norm.mean, s);
             const PerChannel slope(g, by_x.data(), s), rest(g, constant.data(), s);
-            const auto error = errors(s);
+            const auto error = errors.of(s);
             vectors_of<T>(s, [&](i64 at, int v) {
                 const vec<T> value = read(x + at, s.used);
                 put<T>(dx + at, error(at, v, value) * by_error.of[v] +
@@ -247,6 +255,22 @@ void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm
             });
         };
     });
+}
+
+template <class T>
+void norm_backward(const Images& g, const T* dy, const T* x, const Norm<T>& norm, bool relu, T* dx,
+                   T* dweight, T* dbias) {
+    const std::vector<T> scale = norm.scale(g), offset = norm.offset(g, scale);
+    const Errors<T> errors{g, dy, scale.data(), offset.data(), relu};
+    const auto totals = sums<T>(g, [&](const auto& s) {
+        const PerChannel mean(g, norm.mean, s);
+        return [=, &s, error = errors.of(s)](i64 at, int v, vec<T>& a, vec<T>& b) {
+            const vec<T> value = read(x + at, s.used), d = error(at, v, value);
+            a += d;
+            b += d * (value - mean.of[v]);
+        };
+    });
+    norm_gradients(g, errors, x, norm, totals, dx, dweight, dbias);
 }
 
 }  // namespace shardwise

@@ -79,12 +79,19 @@ def test_imports_point_from_use_to_execute_to_decide_to_describe() -> None:
             assert not wrong, f"{own}/{path.name} imports {sorted(wrong)}"
 
 
+RESTRICTED_UNPICKLER = "dcp_folder.py"  # torch's own format: its find_class admits no code
+
+
 def test_no_pickle_is_read_from_a_file() -> None:
+    restricted = (SOURCE / "checkpoint" / RESTRICTED_UNPICKLER).read_text()
+    assert "def find_class" in restricted
+    assert "pickle.load" not in restricted
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-                assert not names & {"pickle", "FileSystemReader"}, path.name
+                allowed = {"pickle"} if path.name == RESTRICTED_UNPICKLER else set()
+                assert not names & ({"pickle", "FileSystemReader"} - allowed), path.name
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in ast.unparse(node), path.name
 

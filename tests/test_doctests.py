@@ -17,7 +17,9 @@ NAMES = [
     for path in sorted(ROOT.rglob("*.py"))
     if ">>>" in path.read_text() and path.name not in MPI
 ]
-SHOWN = {  # with names that the reader knows: a model, its plan, the folder of a run
+SHOWN = {
+    "save_dcp",
+    "load_dcp",  # with names that the reader knows: a model, its plan, the folder of a run
     *("Checkpoints", "export", "load_weights", "write_report", "Trainer", "verify_model"),
     *("plan", "parallelize", "parallelize_decoder", "of", "optimizer", "no_sync", "record"),
     "NativeBatchNorm",  # needs a compiler

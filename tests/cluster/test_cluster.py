@@ -237,6 +237,7 @@ def test_a_cluster_is_frozen_and_hashable() -> None:
         ("links.0.latency", 11, "links.0.latency: Input should be less than or equal to 10"),
         ("links.0.bandwidth", ..., "links.0.bandwidth: Field required"),
         ("links.0.bandwidth", "1e16", "links.0.bandwidth: Input should be less than"),
+        ("links.0.bandwidths", [1e9], "links.0.bandwidths has 1 rates for"),
         ("links.0.shared", "perhaps", "links.0.shared: Input should be a valid boolean"),
         ("links.0.oversubscription", 0.5, "links.0.oversubscription: Input should be greater than"),
         ("links.0.sum_bandwidth", 0, "links.0.sum_bandwidth: Input should be greater than"),

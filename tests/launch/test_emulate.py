@@ -57,11 +57,19 @@ def holders() -> int:
         ((2, "1gbit", 3), "--per-switch 3"),
         ((2, "1gbit", None, "1gbit"), "--uplink needs --per-switch"),
         ((2, "fast"), "fast"),
+        ((3, "1gbit,500mbit"), "2 rates for 3 hosts"),
     ],
 )
 def test_a_wiring_that_cannot_be_is_named(arguments: tuple, message: str) -> None:
     with pytest.raises(ShardwiseError, match=message):
         Wiring.of(*arguments)
+
+
+def test_hosts_may_have_links_of_their_own() -> None:
+    wiring = Wiring.of(3, "800mbit, 800mbit, 80mbit")
+    assert [wiring.rate(host) for host in range(3)] == [1e8, 1e8, 1e7]
+    assert wiring.uplink == 1e8
+    assert [Wiring.of(2, "80mbit").rate(host) for host in range(2)] == [1e7, 1e7]
 
 
 def test_without_root_there_is_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:

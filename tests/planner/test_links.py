@@ -10,7 +10,7 @@ import pytest
 from message_times import message_seconds
 from shardwise.cluster.cluster import Cluster, Device, Link
 from shardwise.cluster.measured_sums import Schedule, Winner
-from shardwise.planner.links import Network
+from shardwise.planner.links import Network, PortQueues
 from shardwise.planner.sum_costs import Ring, SumCosts, SumModel
 
 DEVICE = Device(flops=1e12, memory_bandwidth=1e11, memory=1 << 30)
@@ -55,6 +55,21 @@ def scatter_seconds(network: Network, segments: np.ndarray, nbytes: float) -> fl
 
 def sum_bytes(network: Network, segments: np.ndarray, nbytes: float) -> float:
     return float(model(network, segments).bytes(np.array(nbytes)))
+
+
+# -- ports that differ -----------------------------------------------------------------------------
+
+
+def test_the_slowest_port_that_is_used_decides() -> None:
+    unequal = network(link(bandwidths=(1e9, 1e9, 2.5e8)), workers=3)
+    near, far = matrix(3, (0, 1, MB)), matrix(3, (0, 2, MB))
+    assert PortQueues(unequal).carry(near, np.zeros(3)).tolist() == pytest.approx([0, 1e-3, 0])
+    assert PortQueues(unequal).carry(far, np.zeros(3)).tolist() == pytest.approx([0, 0, 4e-3])
+    alike = network(link(bandwidth=2.5e8), workers=3)
+    everybody = one_segment(3)
+    assert unequal.sum_seconds(everybody, MB) == pytest.approx(alike.sum_seconds(everybody, MB))
+    pair = np.array([0, 0, -1])
+    assert unequal.sum_seconds(pair, MB) == pytest.approx(alike.sum_seconds(pair, MB) / 4)
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.pieces import SavePlanner
 from shardwise.checkpoint.snapshot import Restoring, Snapshot
 from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.checkpoint.together import sentence, torch_together
 from shardwise.checkpoint.writer import Writer
 from shardwise.comm import AGREEMENT, About, Communicator
-from shardwise.comm.pending import Communication
-from shardwise.errors import ShardwiseError, one_line
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.parallel import ParallelModel, of
-
-# One worker without a process group is nothing to warn about.
-warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 # One thread for all checkpoints of this process: all ranks save in the same order.
 _background = ThreadPoolExecutor(1, "checkpoint")
@@ -75,7 +69,7 @@ class Checkpoints:
         writer = Writer(self.folders, self.keep, taken)
         pieces = taken.pieces if isinstance(taken, Snapshot) else {}
         try:
-            with self._together(f"the checkpoint of step {step}"):
+            with torch_together(self.comm, f"the checkpoint of step {step}"):
                 dcp.save(
                     pieces,
                     storage_writer=writer,
@@ -128,18 +122,6 @@ class Checkpoints:
                 f"{others}; give Checkpoints the model's communicator, shardwise.of(model).comm"
             )
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Within, torch brings all ranks together; what one finds wrong is raised on all."""
-        talk = Communication(self.comm, "exchange", range(self.comm.size), About(what))
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items())
-            raise ShardwiseError(_sentence(cause, what, self.comm.global_rank(rank))) from None
-        except RuntimeError as error:
-            raise talk.failed(error, talk.peers) from None
-
     def _agree(self, find: Callable[[], T], what: str, alike: bool = True) -> T:
         """What rank 0 finds, or with alike=False each rank itself; one's error is raised on all."""
         found, wrong = None, None
@@ -147,16 +129,10 @@ class Checkpoints:
             try:
                 found = find()
             except Exception as error:  # all ranks must hear of it before they wait for this one
-                wrong = _sentence(error, what, self.comm.global_rank(self.comm.rank))
+                wrong = sentence(error, what, self.comm.global_rank(self.comm.rank))
         about = AGREEMENT if alike else About(what)  # ranks may know one folder by other names
         told = self.comm.gather_objects((found if alike else None, wrong), about)
         for _, error in told:
             if error is not None:
                 raise ShardwiseError(error)
         return told[0][0] if alike else found  # type: ignore[return-value]
-
-
-def _sentence(error: BaseException, what: str, rank: int) -> str:
-    if isinstance(error, ShardwiseError):
-        return str(error)
-    return f"{what} failed on rank {rank}: {one_line(error)}"

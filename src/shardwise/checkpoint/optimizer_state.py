@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.held_tensors import Held, host_copy
-from shardwise.checkpoint.manifest import Document, Group, Reader, Values
+from shardwise.checkpoint.manifest import Group, OptimizerState, Values
 from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
+from shardwise.geometry.box import Box
 from shardwise.runtime.elementwise import kind_of
 from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer, kept_place
 
 PREFIX = "optimizer"
 State = dict[int, dict[str, Any]]  # by the number of a parameter, and key
 PLAIN = (bool, int, float, str, type(None))
+
+
+class Contents(Protocol):
+    """What a checkpoint says of an optimizer; its tensors have a shape."""
+
+    @property
+    def optimizer(self) -> OptimizerState: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+class Reading(Protocol):
+    """Reads boxes of tensors of a checkpoint."""
+
+    @property
+    def document(self) -> Contents: ...
+    def read(self, key: str, box: Box | None = None) -> torch.Tensor: ...
 
 
 class Optimizing:
@@ -53,7 +71,7 @@ class Optimizing:
         with as_blocks():
             state = self.optimizer.state_dict()
         groups = [
-            Group(params=[param.names[0] for param in group], settings=_settings(own))
+            Group(params=[param.names[0] for param in group], settings=plain_settings(own))
             for group, own in zip(self.groups, state["param_groups"], strict=True)
         ]
         pieces: Pieces = {}
@@ -86,7 +104,7 @@ class Optimizing:
 
     # -- loading -------------------------------------------------------------------------------
 
-    def check(self, document: Document, place: object) -> None:
+    def check(self, document: Contents, place: object) -> None:
         """Raises where a checkpoint's optimizer is another one."""
         saved = document.optimizer
         if saved.kind != self.kind:
@@ -125,7 +143,7 @@ class Optimizing:
             if tuple(stored.shape) not in ((), self.params[self.numbers[name]].shape):
                 raise ShardwiseError(f"{where} has another shape than its parameter")
 
-    def read(self, reader: Reader) -> State:
+    def read(self, reader: Reading) -> State:
         """What a checkpoint holds of the parameters; of those this rank has none of, nothing."""
         values = reader.document.optimizer.values
         state: State = {
@@ -141,14 +159,14 @@ class Optimizing:
             state[number][key] = kept
         return {number: own for number, own in state.items() if own}
 
-    def restore(self, document: Document, state: State) -> None:
+    def restore(self, document: Contents, state: State) -> None:
         """Gives the optimizer the settings of a checkpoint and what was read."""
         groups = self._groups(document)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_casts(state)
         check_optimizer(self.optimizer)  # which now has blocks of this rank
 
-    def _groups(self, document: Document) -> list[dict[str, Any]]:
+    def _groups(self, document: Contents) -> list[dict[str, Any]]:
         """The groups as torch writes them; values get the kinds that they have now."""
         found = []
         with as_blocks():
@@ -171,7 +189,7 @@ def _key(param: Held, key: str) -> str:
     return f"{PREFIX}/{param.names[0]}/{key}"
 
 
-def _stored(document: Document) -> Iterator[tuple[str, str, Any]]:
+def _stored(document: Contents) -> Iterator[tuple[str, str, Any]]:
     """The tensors that belong to the optimizer: parameter, key, and what is stored."""
     for key, stored in document.tensors.items():
         if key.startswith(f"{PREFIX}/"):
@@ -179,7 +197,7 @@ def _stored(document: Document) -> Iterator[tuple[str, str, Any]]:
             yield name, own, stored
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of a group as JSON: a learning rate that is a tensor becomes a number."""
     found = {}
     for key, value in group.items():

@@ -12,8 +12,11 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 
+from shardwise.checkpoint.dcp_folder import DcpFolder, is_dcp, open_dcp, tensor_readers
+from shardwise.checkpoint.dcp_writing import write_dcp
 from shardwise.checkpoint.held_tensors import Held, described, held_tensors
 from shardwise.checkpoint.manifest import DTYPES, NAME, SAFETENSORS, Reader
+from shardwise.checkpoint.optimizer_state import PREFIX
 from shardwise.checkpoint.safetensors_file import read_box, read_header
 from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.errors import ShardwiseError, one_line, some
@@ -29,23 +32,37 @@ WINDOWS, WINDOW = 64, 4096  # parts of a file that tell it from others, and thei
 
 
 def export(run: str | Path, out: str | Path, step: int | None = None) -> Path:
-    """Writes the newest checkpoint of a run, or that of a step, as a plain state_dict.
+    """Writes the newest checkpoint of a run, or that of a step, for plain torch.
 
-    The file is .pt, for `torch.load(out, weights_only=True)`, or .safetensors.
+    A file is .pt, for `torch.load(out, weights_only=True)`, or .safetensors: a state_dict. A name
+    without ending is a folder for torch.distributed.checkpoint, with the optimizer's state too.
 
     >>> export("run", "model.pt")
     """
     out = Path(out)
-    if out.suffix not in KINDS:
-        raise ShardwiseError(f"{out} must end in {' or '.join(KINDS)}")
+    if out.suffix not in ("", *KINDS):
+        raise ShardwiseError(
+            f"{out} must end in {' or '.join(KINDS)}, or be a folder for torch.distributed."
+            "checkpoint, without an ending"
+        )
     folders = StepFolders(Path(run) / SUBFOLDER)
-    state = read_state(folders.of_step(step, folders.complete()))
+    folder = folders.of_step(step, folders.complete())
+    state = read_state(folder)
     try:
-        with replacing(out) as new:
-            KINDS[out.suffix](state, new)
+        if out.suffix:
+            with replacing(out) as new:
+                KINDS[out.suffix](state, new)
+        else:
+            _export_dcp(Reader(folder), state, out)
     except (OSError, RuntimeError, MemoryError) as error:
         raise ShardwiseError(f"{out} cannot be written: {_reason(error)}") from None
     return out
+
+
+def _export_dcp(reader: Reader, state: Tensors, out: Path) -> None:
+    tensors = reader.document.tensors
+    kept = {key: reader.read(key) for key in tensors if key.startswith(f"{PREFIX}/")}
+    write_dcp(out, state, reader.document.optimizer, kept)
 
 
 def _reason(error: BaseException) -> str:
@@ -113,9 +130,9 @@ def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True)
     """Loads parameters and buffers; every rank reads its own blocks only, and all ranks call it.
 
     `path` is a .safetensors file, the folder or index of one in several files, a state_dict that
-    torch.save wrote (.pt, .pth), or a checkpoint of a run. Nothing is changed on any rank where
-    something is wrong with it. With strict=False, tensors that it lacks stay as they are, and
-    others that it holds are left out.
+    torch.save wrote (.pt, .pth), a folder of torch.distributed.checkpoint, or a checkpoint of a
+    run. Nothing is changed on any rank where something is wrong with it. With strict=False, tensors
+    that it lacks stay as they are, and others that it holds are left out.
 
     >>> load_weights(model, "unet.safetensors")
     """
@@ -127,18 +144,23 @@ def load_weights(model: ParallelModel, path: str | Path, *, strict: bool = True)
         try:
             with system_errors_as(f"{path} cannot be read"):
                 weights = open_weights(Path(path))
-                blocks = _read(weights, held_tensors(model), strict)
+                blocks = read_blocks(weights, held_tensors(model), strict)
         except Exception as error:  # all ranks must hear of it before they wait for this one
             refusal = error
         agree_to_start(refusal, {}, handle.comm)
         assert weights is not None
         agree_on(weights.checksum, f"finds other weights in {path}", handle.comm)
+    put(blocks)
+
+
+def put(blocks: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Puts what was read in its place."""
     with torch.no_grad():
         for tensor, block in blocks:
             tensor.copy_(block)
 
 
-def _read(
+def read_blocks(
     weights: Weights, held: Iterable[Held], strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What is held here, each with what is to be put there."""
@@ -208,6 +230,8 @@ def open_weights(path: Path) -> Weights:
 def _open_folder(folder: Path) -> Weights:
     if (folder / NAME).exists():
         return _open_checkpoint(folder)
+    if is_dcp(folder):
+        return as_weights(open_dcp(folder))
     for steps in (StepFolders(folder), StepFolders(folder / SUBFOLDER)):
         complete = steps.complete()
         if complete:
@@ -217,6 +241,12 @@ def _open_folder(folder: Path) -> Weights:
         wrong = "several files of weights: name one" if found else "no checkpoint and no weights"
         raise ShardwiseError(f"{folder} holds {wrong}")
     return open_weights(found[0])
+
+
+def as_weights(folder: DcpFolder) -> Weights:
+    """The model's tensors in a folder of torch.distributed.checkpoint."""
+    tensors = {name: Whole(*found) for name, found in tensor_readers(folder).items()}
+    return Weights(folder.place, tensors, folder.checksum)
 
 
 def _open_safetensors(path: Path) -> Weights:

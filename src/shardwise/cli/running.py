@@ -161,10 +161,19 @@ def report(
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
-    out: Annotated[Path, typer.Argument(help="The file to write: .pt or .safetensors.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="What to write: a .pt or .safetensors file, or a folder for torch DCP."
+        ),
+    ],
     step: Annotated[int | None, typer.Option(help="Which step. (default: the last)")] = None,
 ) -> None:
-    """Write a checkpoint of a run as a plain state_dict, for the original nn.Module."""
+    """Write a checkpoint of a run for plain torch, and the original nn.Module.
+
+    A file gets the state_dict; a name without ending is a folder of torch.distributed.checkpoint,
+    with the state of the optimizer too.
+    """
     from shardwise.checkpoint import export as export_state
 
     print(f"written to {export_state(run, out, step)}")
@@ -175,7 +184,9 @@ def emulate(
         list[str], typer.Argument(metavar="-- CMD", help="The command that every rank runs.")
     ],
     hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")],
-    link: Annotated[str, typer.Option(help="Rate of every host's link, such as 1gbit.")],
+    link: Annotated[
+        str, typer.Option(help="Rate of every host's link (1gbit), or of each (1gbit,500mbit).")
+    ],
     per_switch: Annotated[int | None, typer.Option(help="Hosts on each switch.")] = None,
     uplink: Annotated[
         str | None, typer.Option(help="Rate of every switch's uplink. (default: as --link)")

@@ -93,6 +93,7 @@ class Link(BaseModel):
     count: Count | None = None  # children in a group; None, outermost only: as many as there are
     latency: Seconds  # seconds per message
     bandwidth: Rate  # bytes/s of one child's port, each way; of the whole medium where shared
+    bandwidths: tuple[Rate, ...] = ()  # of each child's port, in order, where they differ
     shared: bool = False  # one medium for all children of a group
     staged: bool = False  # tensors are put together in the host's memory: own parts cross too
     adding: Rate | None = None  # where staged: bytes/s of gradients that are added up per port
@@ -106,6 +107,12 @@ class Link(BaseModel):
     def rate(self) -> float:
         """Bytes/s that a port keeps up when all want it."""
         return self.bandwidth / self.oversubscription
+
+    def rates(self, children: np.ndarray) -> np.ndarray | float:
+        """The same of each of these children, or of all where ports are alike."""
+        if not self.bandwidths:
+            return self.rate
+        return np.array(self.bandwidths)[children] / self.oversubscription
 
 
 class Cluster(BaseModel):
@@ -138,7 +145,19 @@ class Cluster(BaseModel):
             raise ValueError(f"{self.world} workers are more than its levels hold: {counts}")
         if self.world > MAX_WORKERS:
             raise ValueError(f"{self.world} workers are more than the limit of {MAX_WORKERS}")
+        for level in range(len(self.links)):
+            self._check_ports(level)
         return self
+
+    def _check_ports(self, level: int) -> None:
+        """Where ports differ, every child of the level has one of its own."""
+        link, children = self.links[level], int(self.units(level)[-1]) + 1
+        if link.bandwidths and link.shared:
+            raise ValueError(f"links.{level}.bandwidths: a shared medium has no ports that differ")
+        if link.bandwidths and len(link.bandwidths) != children:
+            raise ValueError(
+                f"links.{level}.bandwidths has {len(link.bandwidths)} rates for {children} ports"
+            )
 
     @property
     def world(self) -> int:

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from shardwise.kernels import tuner
 from shardwise.kernels.conv_shape import LAST, ConvShape, shape_of
 from shardwise.kernels.dispatch import KernelChoice
+from shardwise.kernels.norm_conv import HOOKS, NORMS, adopt_row, rows_of
 from shardwise.kernels.ops import convolve
 from shardwise.kernels.timed_layers import OWN, AppliedReLU, FusedBatchNorm2d, adopt, applied
 from shardwise.kernels.tuner import MEMORY_BYTES, Tuner
@@ -26,6 +27,7 @@ class TunedConv(_ConvNd):
 
     choice: KernelChoice
     relu = False  # apply the ReLU that followed, while the numbers are in the cache
+    after_norm = False  # in a sequence: take the norm and ReLU before it along
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.choice.stock or input.ndim != self.weight.ndim:
@@ -70,7 +72,8 @@ def accelerate(
 
     Every kernel is timed on every convolution that x meets, the stock operator too, and the
     fastest one of each direction is used from then on; so are batch norm and max pooling. Times are
-    kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along.
+    kept on disk. A convolution or batch norm takes the ReLU that follows it in a sequence along; a
+    pointwise convolution the batch norm and ReLU before it, where channels lie last.
 
     `memory` limits the workspace of a kernel, `exact_kernels` forbids Winograd's (which round
     more), `layout="auto"` times whole steps in both layouts, converts the inputs to channels last
@@ -125,6 +128,13 @@ def _tuned(
 
     _watch(twin, x, tuple(OWN), race)
     _fuse_relus(twin)
+    rows = rows_of(twin)
+
+    def race_rows(name: str, input: torch.Tensor) -> None:
+        if name in rows:
+            adopt_row(*rows[name], input, chooser)
+
+    _watch(twin, x, NORMS, race_rows)
     return twin
 
 
@@ -153,8 +163,7 @@ def _before_relus(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 def _hooked(*modules: nn.Module) -> bool:
     """Whether someone watches what goes in or out of these modules."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, table) for module in modules for table in tables)
+    return any(getattr(module, table) for module in modules for table in HOOKS)
 
 
 def _channels_last(_module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:

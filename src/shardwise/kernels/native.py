@@ -15,8 +15,9 @@ import torch
 from shardwise.errors import ShardwiseError
 
 DIRECTIONS = ("fwd", "dx", "dw")
+WAYS = ("forward", "backward")
 DONE, UNSUPPORTED, NO_MEMORY, FAILED = range(4)
-INTERFACE = 3  # of native/api.cpp
+INTERFACE = 4  # of native/api.cpp
 FOLDER = Path(__file__).parent
 ISAS = ("avx512", "avx2", "portable")  # a CPU that runs one runs those after it
 CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}  # as torch names what the CPU has
@@ -114,8 +115,11 @@ def load(path: Path) -> Library:
     real = ctypes.c_double
     lib.sw_norm_forward.argtypes = [number, *[pointer] * 8, real, real, number, pointer]
     lib.sw_norm_backward.argtypes = [number, *[pointer] * 7, number, *[pointer] * 3]
+    lib.sw_norm_conv_forward.argtypes = [number, *[pointer] * 8, real, real, *[pointer] * 3]
+    lib.sw_norm_conv_backward.argtypes = [number, *[pointer] * 12]
     lib.sw_pool_forward.argtypes = lib.sw_pool_backward.argtypes = [number, *[pointer] * 4]
-    for always in ("im2col", "norm_forward", "norm_backward", "pool_forward", "pool_backward"):
+    ways = (f"{kind}_{way}" for kind in ("norm", "norm_conv", "pool") for way in WAYS)
+    for always in ("im2col", *ways):
         getattr(lib, f"sw_{always}").errcheck = _check
     numbers: dict[str, int] = {}
     while (name := lib.sw_kernel_name(len(numbers))) is not None:

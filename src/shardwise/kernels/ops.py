@@ -87,7 +87,7 @@ def convolve(
     torch.func's transforms know neither, and autocast computes in 16 bits: they get the stock
     operator.
     """
-    if torch._C._are_functorch_transforms_active() or _autocasts(x):
+    if torch._C._are_functorch_transforms_active() or autocasts(x):
         y = STOCK_OF[w.ndim](x, w, bias, *settings)
         return y.relu() if relu else y
     if is_eager(x, w, bias):
@@ -97,7 +97,7 @@ def convolve(
     )
 
 
-def _autocasts(x: torch.Tensor) -> bool:
+def autocasts(x: torch.Tensor) -> bool:
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 

@@ -59,7 +59,7 @@ def _images(x: torch.Tensor) -> Images:
     return Images(n, c, h * w, strictly_last(x), torch.get_num_threads())
 
 
-def _call(kernel: str, x: torch.Tensor, about: ctypes.Structure, *arguments: Any) -> None:
+def call(kernel: str, x: torch.Tensor, about: ctypes.Structure, *arguments: Any) -> None:
     """Runs a kernel on numbers like those of x; tensors are handed over by their addresses."""
     lib = library()
     assert lib is not None
@@ -81,7 +81,7 @@ class NativeBatchNorm(torch.autograd.Function):
         y, mean = torch.empty_like(x), x.new_empty(x.shape[1])
         inverse = torch.empty_like(mean)
         norms = (mean, inverse, *running)
-        _call("sw_norm_forward", x, _images(x), x, weight, bias, *norms, eps, relu, y)
+        call("sw_norm_forward", x, _images(x), x, weight, bias, *norms, eps, relu, y)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.eps, ctx.relu = eps, relu
         return y
@@ -93,7 +93,7 @@ class NativeBatchNorm(torch.autograd.Function):
         x, weight, bias, mean, _ = saved = ctx.saved_tensors
         dy = dy.resolve_neg().contiguous(memory_format=memory_format(strictly_last(x)))
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(mean), torch.empty_like(mean)
-        _call("sw_norm_backward", x, _images(x), dy, *saved, ctx.relu, dx, dweight, dbias)
+        call("sw_norm_backward", x, _images(x), dy, *saved, ctx.relu, dx, dweight, dbias)
         wanted = zip((weight, bias), (dweight, dbias), strict=True)
         return dx, *(None if t is None else d for t, d in wanted), None, None, None
 
@@ -107,16 +107,26 @@ def _differentiable(ctx, dy):  # type: ignore[no-untyped-def]
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
+def kept_statistics(norm: nn.BatchNorm2d) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mean and variance that a norm keeps of all batches, if it does."""
+    return (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+
+
+def momentum_of(norm: nn.BatchNorm2d) -> float | None:
+    """How much a batch counts in them; None where that differs from batch to batch."""
+    return norm.momentum if norm.track_running_stats else 0.0
+
+
 class FusedBatchNorm2d(torch.nn.BatchNorm2d):
     """Batch norm and, if `relu`, the ReLU after it; what it cannot do is left to torch."""
 
     relu = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        simple = self.training and (not self.track_running_stats or self.momentum is not None)
+        kept, momentum = kept_statistics(self), momentum_of(self)
         if (
-            not simple
+            not self.training
+            or momentum is None
             or not usable(input, self.weight, self.bias, *kept)
             or input.numel() == input.shape[1]
         ):
@@ -124,7 +134,7 @@ class FusedBatchNorm2d(torch.nn.BatchNorm2d):
             return applied(functional.relu(y)) if self.relu else y
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        running = (*kept, self.momentum or 0.0)
+        running = (*kept, momentum)
         y = NativeBatchNorm.apply(input, self.weight, self.bias, running, self.eps, self.relu)
         return applied(y) if self.relu else y  # type: ignore[arg-type, return-value]
 
@@ -164,7 +174,7 @@ class NativeMaxPool(torch.autograd.Function):
         which = torch.empty(y.numel(), dtype=torch.uint8)
         numbers = (n for pair in how[:3] for n in pair)
         windows = Windows(*x.shape, *out, *numbers, torch.get_num_threads())
-        _call("sw_pool_forward", x, windows, x, y, which)
+        call("sw_pool_forward", x, windows, x, y, which)
         ctx.save_for_backward(x, which)
         ctx.windows, ctx.how = windows, how
         return y
@@ -177,7 +187,7 @@ class NativeMaxPool(torch.autograd.Function):
             return *torch.autograd.grad(y, x, dy, create_graph=True), None
         dy = dy.resolve_neg().contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(x)
-        _call("sw_pool_backward", x, ctx.windows, dy, which, dx)
+        call("sw_pool_backward", x, ctx.windows, dy, which, dx)
         return dx, None
 
 

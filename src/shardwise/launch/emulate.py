@@ -36,12 +36,16 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Wiring:
-    """How many hosts there are and how they are joined; rates in bytes per second."""
+    """How many hosts there are and how they are joined; rates in bytes per second.
+
+    Hosts have links of the same rate, or one each (`links`).
+    """
 
     hosts: int
     link: float
     per_switch: int | None = None
     uplink: float | None = None
+    links: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -54,8 +58,15 @@ class Wiring:
             raise ShardwiseError(f"--per-switch {per_switch}: there can be 1 to {hosts} per switch")
         if uplink is not None and per_switch is None:
             raise ShardwiseError("--uplink needs --per-switch: the hosts that share an uplink")
-        rate = parse_rate(link)
-        return cls(hosts, rate, per_switch, parse_rate(uplink) if uplink else rate)
+        rates = tuple(parse_rate(text.strip()) for text in link.split(","))
+        if len(rates) not in (1, hosts):
+            raise ShardwiseError(f"--link {link}: {len(rates)} rates for {hosts} hosts")
+        fastest, several = max(rates), rates if len(rates) > 1 else ()
+        return cls(hosts, fastest, per_switch, parse_rate(uplink) if uplink else fastest, several)
+
+    def rate(self, host: int) -> float:
+        """Bytes a second of a host's link."""
+        return self.links[host] if self.links else self.link
 
     @property
     def num_switches(self) -> int:
@@ -113,14 +124,14 @@ class Emulation:
                 self._fabric,
                 f"ip link add {port} type veth peer name eth0 netns {pid}",
                 f"ip link set {port} master br{wiring.switch(host)} up",
-                _shape(port, wiring.link),
+                _shape(port, wiring.rate(host)),
             )
             _inside(
                 pid,
                 "ip link set lo up",
                 f"ip addr add {wiring.address(host)}/16 dev eth0",
                 "ip link set eth0 up",
-                _shape("eth0", wiring.link),
+                _shape("eth0", wiring.rate(host)),
             )
         if wiring.num_switches > 1:
             self._wire_uplinks()

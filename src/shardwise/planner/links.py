@@ -52,6 +52,11 @@ class Level:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @cached_property
+    def rates(self) -> np.ndarray | float:
+        """Bytes/s of every unit's port; one number where they are alike."""
+        return self.link.rates(self.units[self.starts])
+
     def per_unit(self, amounts: np.ndarray) -> np.ndarray:
         """Sums over the ranks of every unit; [ranks, ...] to [units, ...]."""
         return amounts if len(self) == len(amounts) else np.add.reduceat(amounts, self.starts)
@@ -70,7 +75,9 @@ class Level:
             kept = 0.0
         busiest = np.maximum(sent, received)
         busiest -= kept
-        return busiest.max(axis=0) / self.link.rate
+        if isinstance(self.rates, float):
+            return busiest.max(axis=0) / self.rates
+        return (busiest.T / self.rates).T.max(axis=0)
 
     def some(self, count: int) -> Level:
         """About so many ports of the level: first and last ones of blocks, and others in between.
@@ -297,7 +304,7 @@ def _serve(
         np.maximum.at(first, group, np.maximum(begin, free))
         ends = first[group] + total[group] / level.link.rate
     else:
-        ends = np.maximum(begin, free) + amounts / level.link.rate
+        ends = np.maximum(begin, free) + amounts / level.rates
     used = amounts > 0
     free[used] = ends[used]
     return ends[units]

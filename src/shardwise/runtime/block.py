@@ -154,6 +154,11 @@ def _refusal(name: str, places: Sequence[Place]) -> ShardwiseError:
             f"{name} would draw the same random numbers for every rank's block of {of!r}; do it on "
             "the original before parallelize, or load the result with load_state_dict"
         )
+    if name == "chunk":  # what fully_shard does with every parameter
+        return ShardwiseError(
+            f"{of!r} is split by the plan, and one rank's block of it cannot be cut again (chunk), "
+            "by fully_shard say; use DDP outside, or a plan over n, d, h and w only"
+        )
     return ShardwiseError(
         f"{name} of {of!r} would be that of one rank's block of it; use full_tensors() or "
         "full_gradients() of shardwise.of(model)"
