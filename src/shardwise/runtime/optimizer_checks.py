@@ -156,7 +156,8 @@ def _check_kind(optimizer: Optimizer, group: dict[str, Any], blocks: Blocks) -> 
     options = {key: value for key, value in group.items() if key not in ("params", NOTE)}
     for ndim in sorted({param.ndim for param in blocks}):
         param, place = next(pair for pair in blocks.items() if pair[0].ndim == ndim)
-        if not is_elementwise(optimizer, options, ndim, param.device):
+        cut = ndim if hasattr(optimizer, "shardwise_place") else 2  # parts are of any dim
+        if not is_elementwise(optimizer, options, ndim, param.device, cut):
             name = place.name
             if not isinstance(param, BlockParameter):
                 raise ShardwiseError(

@@ -29,6 +29,7 @@ from shardwise.runtime.optimizer_checks import check_optimizer
 from shardwise.runtime.place import Place
 from shardwise.runtime.state import State
 
+DENSE: Any = {"memory_format": torch.contiguous_format}
 MESSAGE_BYTES = 8 << 20  # of blocks that are given out at once; two such messages are under way
 
 
@@ -103,6 +104,7 @@ class Sharded(Optimizer):
         self._lane = state.comm.in_lane("optimizer")
         segments = {ranks for own in self._shared.values() for ranks in own.held.segments}
         self._lane.prepare(sorted(segments))
+        self._cut_blocks()
         self.register_step_pre_hook(_agree_unless_closure)
 
     def shardwise_place(self, param: torch.Tensor) -> Place | None:
@@ -115,9 +117,24 @@ class Sharded(Optimizer):
         named = self._model.blocks.params()
         return {id(named[name]): own for name, own in self._shared.items() if name in named}
 
+    def _cut_blocks(self) -> None:
+        """Of what was kept of blocks from the start, Adagrad's sums say, this rank's parts."""
+        known = self._known()
+        for param, kept in self.state.items():
+            own, shape = known.get(id(param)), tuple(param.shape)
+            if own is None:
+                continue
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) == shape:
+                    kept[key] = own.part(plain(value), self._lane.rank).clone(**DENSE)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         check_optimizer(self)  # which cuts what is whole
+        for kept in self.state.values():
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    kept[key] = value.contiguous()  # as parts are
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -163,6 +180,8 @@ class Sharded(Optimizer):
             for group, params in zip(self.param_groups, before, strict=True):
                 group["params"] = params
             self._rekey({id(parts[id(param)]): param for param, _ in updated})
+        for param, own in updated:
+            _put_back(parts[id(param)], param, own)
 
     def _rekey(self, others: dict[int, Any]) -> None:
         """What is kept belongs to other tensors from now on, by the ids of those it belonged to."""
@@ -197,10 +216,19 @@ def _part(param: nn.Parameter, own: Shared, aware: bool) -> nn.Parameter:
         raise ShardwiseError(
             f"the gradient of {own.name!r} is sparse, and shard_state=True needs dense ones"
         )
-    data = own.part(plain(param), rank)
+    data, slopes = own.part(plain(param), rank), own.part(plain(gradient), rank)
+    if not (data.is_contiguous() and slopes.is_contiguous()):
+        data, slopes = data.clone(**DENSE), slopes.clone(**DENSE)  # see _put_back
     made = BlockParameter(data, True, own.place) if aware else nn.Parameter(data)
-    made.grad = own.part(plain(gradient), rank)
+    made.grad = slopes
     return made
+
+
+def _put_back(part: nn.Parameter, param: nn.Parameter, own: Shared) -> None:
+    """New values of a part that was copied: fused optimizers take all memory to be without gaps."""
+    there = own.part(plain(param), own.place.comm.rank)
+    if there.numel() and plain(part).data_ptr() != there.data_ptr():
+        there.copy_(plain(part))
 
 
 def _messages(
