@@ -151,12 +151,9 @@ class Optimizing:
         }
         for name, key, stored in _stored(reader.document):
             number = self.numbers[name]
-            param = self.params[number]
-            if stored.shape and not param.here:  # all ranks keep the same, be it empty
-                kept = torch.empty(param.box.shape, dtype=getattr(torch, stored.dtype))
-            else:
-                kept = reader.read(_key(param, key), param.box if stored.shape else None)
-            state[number][key] = kept
+            param = self.params[number]  # all ranks keep the same, be it of an empty box
+            box = param.box if stored.shape else None
+            state[number][key] = reader.read(_key(param, key), box)
         return {number: own for number, own in state.items() if own}
 
     def restore(self, document: Contents, state: State) -> None:
