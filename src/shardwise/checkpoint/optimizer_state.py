@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from shardwise.checkpoint.pieces import BoxOfTensor, Pieces
 from shardwise.errors import ShardwiseError
 from shardwise.geometry.box import Box
 from shardwise.runtime.elementwise import kind_of
-from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer
+from shardwise.runtime.optimizer_checks import NOTE, as_blocks, check_optimizer, kept_place
 
 PREFIX = "optimizer"
 State = dict[int, dict[str, Any]]  # by the number of a parameter, and key
@@ -52,9 +53,16 @@ class Optimizing:
                         f"group {number} of the optimizer has a parameter of shape "
                         f"{tuple(param.shape)} that is not the model's; give it model.parameters()"
                     )
-            self.groups.append([known[id(param)] for param in group["params"]])
+            self.groups.append([self._held(known[id(param)]) for param in group["params"]])
         self.params = [param for group in self.groups for param in group]  # as torch counts them
         self.numbers = {param.names[0]: number for number, param in enumerate(self.params)}
+
+    def _held(self, param: Held) -> Held:
+        """The parameter as what is kept of it lies, of which a rank may have but a part."""
+        place = kept_place(self.optimizer, param.tensor)
+        return (
+            param if place is None or param.layout is None else replace(param, layout=place.layout)
+        )
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -83,11 +91,11 @@ class Optimizing:
 
     def _piece(self, param: Held, key: str, value: Any, turn: int) -> BoxOfTensor | None:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        if shape is None or "/" in key or shape not in ((), tuple(param.tensor.shape)):
+        if shape is None or "/" in key or shape not in ((), param.box.shape):
             what = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
             raise ShardwiseError(
                 f"{self.kind} keeps {what} as {key!r} of {param.names[0]!r}; a checkpoint holds "
-                f"numbers and tensors of the parameter's shape, here {tuple(param.tensor.shape)}"
+                f"numbers and tensors of the parameter's shape, here {param.box.shape}"
             )
         if shape:
             return param.copied(value, turn)
@@ -136,18 +144,16 @@ class Optimizing:
                 raise ShardwiseError(f"{where} has another shape than its parameter")
 
     def read(self, reader: Reading) -> State:
-        """What a checkpoint holds of the parameters that this rank holds any of."""
+        """What a checkpoint holds of the parameters; of those this rank has none of, nothing."""
         values = reader.document.optimizer.values
         state: State = {
-            number: dict(values.get(param.names[0], {}))
-            for number, param in enumerate(self.params)
-            if param.here
+            number: dict(values.get(param.names[0], {})) for number, param in enumerate(self.params)
         }
         for name, key, stored in _stored(reader.document):
             number = self.numbers[name]
-            if number in state:
-                box = self.params[number].box if stored.shape else None
-                state[number][key] = reader.read(_key(self.params[number], key), box)
+            param = self.params[number]  # all ranks keep the same, be it of an empty box
+            box = param.box if stored.shape else None
+            state[number][key] = reader.read(_key(param, key), box)
         return {number: own for number, own in state.items() if own}
 
     def restore(self, document: Contents, state: State) -> None:

@@ -64,6 +64,7 @@ class Training:
 
     itemsize: int = 4
     states: int = 1  # numbers per weight that the optimizer keeps: 1 for momentum, 2 for Adam
+    shard_state: bool = False  # ranks with the same weights share these numbers, a part each
     output: str = "full"  # how the user gets outputs, see `handed_out`
     whole_classes: bool = True  # of a part, which a loss needs
     gradients: bool = True  # False: inference only

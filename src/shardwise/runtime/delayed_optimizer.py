@@ -1,4 +1,5 @@
-"""`optimizer`: stock optimizers whose updates of gathered layers hide behind the next forward.
+"""`optimizer`: stock optimizers whose updates of gathered layers hide behind the next forward, and
+whose state ranks with the same weights may share (`sharded_state`).
 
 P3: the gradient of a layer with gradient "gather" is computed, and its weights are updated, just
 before the layer is used again. The result is that of the same optimizer without delay: momentum,
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise.runtime.model_gradients import ModelGradients
 from shardwise.runtime.parallel import ParallelModel, of
+from shardwise.runtime.sharded_state import Sharded
 from shardwise.runtime.state import State
 from shardwise.runtime.stored_blocks import StoredBlocks
 
@@ -21,18 +23,31 @@ Settings = list[dict[str, Any]]  # of each group of parameters: learning rate, m
 
 
 def optimizer(
-    model: ParallelModel, kind: type[Optimizer], params: Any = None, **options: Any
+    model: ParallelModel,
+    kind: type[Optimizer],
+    params: Any = None,
+    *,
+    shard_state: bool = False,
+    **options: Any,
 ) -> Optimizer:
     """An optimizer of this kind for a parallel model, of all its parameters or those given.
 
     Weights of gathered layers are up to date in the model's next forward pass, in `state_dict()`
-    and after `model.flush()`.
+    and after `model.flush()`. With shard_state=True ranks that hold the same weights share what the
+    optimizer keeps of them: each keeps and updates a part, and gives its new values to the others;
+    all ranks must call it together.
 
     >>> sgd = optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     """
-    delayed = type(f"Delayed{kind.__name__}", (_Delayed, kind), {"shardwise_kind": kind})
-    made = delayed(model.parameters() if params is None else params, **options)
-    made.follow(of(model)._state)
+    bases: tuple[type[Optimizer], ...] = (Sharded, kind) if shard_state else (kind,)
+    if not getattr(kind, "knows_blocks", False):  # what asks other ranks must not come later
+        bases = (_Delayed, *bases)
+    known = type(f"Parallel{kind.__name__}", bases, {"shardwise_kind": kind})
+    made: Any = known(model.parameters() if params is None else params, **options)
+    if shard_state:
+        made.share(of(model)._state)
+    if isinstance(made, _Delayed):
+        made.follow(of(model)._state)
     return made
 
 

@@ -27,19 +27,24 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def is_elementwise(
-    optimizer: Optimizer, options: dict[str, Any], ndim: int, device: torch.device
+    optimizer: Optimizer,
+    options: dict[str, Any],
+    ndim: int,
+    device: torch.device,
+    cut: int = 2,  # filters and channels
 ) -> bool:
     """Whether an optimizer with these options is right on blocks of a tensor of so many dims.
 
+    The first so many of these dims may be `cut`.
     One that says `knows_blocks = True` of itself asks other ranks where it must.
     """
     if getattr(optimizer, "knows_blocks", False):
         return True
     kind = kind_of(optimizer)
     options = {key: _rate(value) if key == "lr" else value for key, value in options.items()}
-    key = kind, repr(sorted(options.items(), key=lambda item: item[0])), ndim, device
+    key = kind, repr(sorted(options.items(), key=lambda item: item[0])), ndim, device, cut
     if key not in _known:
-        _known[key] = _try(kind, options, ndim, device)
+        _known[key] = _try(kind, options, ndim, device, cut)
     return _known[key]
 
 
@@ -47,7 +52,9 @@ def _rate(value: Any) -> Any:
     return torch.full_like(value, RATE) if isinstance(value, torch.Tensor) else RATE
 
 
-def _try(kind: type[Optimizer], options: dict[str, Any], ndim: int, device: torch.device) -> bool:
+def _try(
+    kind: type[Optimizer], options: dict[str, Any], ndim: int, device: torch.device, cut: int
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = SHAPE[:ndim]
     values = [
@@ -56,7 +63,7 @@ def _try(kind: type[Optimizer], options: dict[str, Any], ndim: int, device: torc
     ]
     try:
         whole = _run(kind, options, values)
-        for dim in range(min(ndim, 2)):  # filters and channels
+        for dim in range(min(len(shape), cut)):
             for half in range(2):
                 found = _run(kind, options, [value.chunk(2, dim)[half] for value in values])
                 expected = whole.chunk(2, dim)[half]

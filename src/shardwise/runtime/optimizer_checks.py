@@ -69,7 +69,8 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
         return
     changed = _follow(optimizer)
     for group in optimizer.param_groups:
-        blocks = [p for p in group["params"] if isinstance(p, BlockParameter)]
+        places = {p: kept_place(optimizer, p) for p in group["params"]}
+        blocks = {param: place for param, place in places.items() if place is not None}
         if blocks or NOTE in group:
             _check_group(optimizer, group, blocks)
     if changed or not any(p in _wrapped for g in optimizer.param_groups for p in g["params"]):
@@ -128,23 +129,43 @@ def _twin(
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-def _check_group(optimizer: Optimizer, group: dict[str, Any], blocks: list[BlockParameter]) -> None:
+Blocks = dict[nn.Parameter, Place]
+
+
+def kept_place(optimizer: Optimizer, param: torch.Tensor) -> Place | None:
+    """Where what is kept of a parameter lies, where ranks keep blocks, or share one in parts."""
+    find = getattr(optimizer, "shardwise_place", None)
+    found = None if find is None else find(param)
+    return param._place if found is None and isinstance(param, BlockParameter) else found
+
+
+def _check_group(optimizer: Optimizer, group: dict[str, Any], blocks: Blocks) -> None:
     _check_kind(optimizer, group, blocks)
-    with together(blocks[0]._place.comm, "an optimizer's step") if blocks else nullcontext():
-        _check_boxes(group, blocks)
+    comm = next((place.comm for place in blocks.values()), None)
+    with together(comm, "an optimizer's step") if comm is not None else nullcontext():
+        _check_boxes(group, [*blocks.values()])
     if blocks and "_shardwise_whole" not in optimizer.__dict__:
         hook = optimizer.register_state_dict_post_hook(_whole)
         optimizer.__dict__["_shardwise_whole"] = hook
-    for param in blocks:
+    for param, place in blocks.items():
         own = optimizer.state.get(param, {})
-        own |= {key: _cut(value, param._place) for key, value in own.items()}
+        own |= {key: _cut(value, place) for key, value in own.items()}
 
 
-def _check_kind(optimizer: Optimizer, group: dict[str, Any], blocks: list[BlockParameter]) -> None:
+def _check_kind(optimizer: Optimizer, group: dict[str, Any], blocks: Blocks) -> None:
     options = {key: value for key, value in group.items() if key not in ("params", NOTE)}
     for ndim in sorted({param.ndim for param in blocks}):
-        if not is_elementwise(optimizer, options, ndim, blocks[0].device):
-            name = next(param._place.name for param in blocks if param.ndim == ndim)
+        param, place = next(pair for pair in blocks.items() if pair[0].ndim == ndim)
+        cut = ndim if hasattr(optimizer, "shardwise_place") else 2  # parts are of any dim
+        if not is_elementwise(optimizer, options, ndim, param.device, cut):
+            name = place.name
+            if not isinstance(param, BlockParameter):
+                raise ShardwiseError(
+                    f"{kind_of(optimizer).__name__} does not update every element by itself, and "
+                    f"with shard_state=True every rank would update a part of {name!r} as if there "
+                    "were no others; use an optimizer such as SGD, Adam or RMSprop, or leave out "
+                    "shard_state"
+                )
             raise ShardwiseError(
                 f"{kind_of(optimizer).__name__} does not update every element by itself, and "
                 f"{name!r} is split: every rank would update its block as if there were no others; "
@@ -153,9 +174,8 @@ def _check_kind(optimizer: Optimizer, group: dict[str, Any], blocks: list[BlockP
             )
 
 
-def _check_boxes(group: dict[str, Any], blocks: list[BlockParameter]) -> None:
+def _check_boxes(group: dict[str, Any], places: list[Place]) -> None:
     """Raises where what the optimizer keeps is of other blocks; notes those of this rank."""
-    places = [param._place for param in blocks]
     here = {place.name: str(place.layout[place.comm.rank]) for place in places}
     noted = group.get(NOTE, here)
     for name in {**noted, **here}:
@@ -200,17 +220,18 @@ def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] |
     state, groups = dict(state_dict["state"]), []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, number in zip(group["params"], saved["params"], strict=True):
-            if NOTE in group and isinstance(param, BlockParameter) and number in state:
-                state[number] = _gathered(param, state[number])
+            place = kept_place(optimizer, param)
+            if NOTE in group and place is not None and number in state:
+                state[number] = _gathered(place, state[number])
         groups.append({key: value for key, value in saved.items() if key != NOTE})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _gathered(param: BlockParameter, kept: dict[str, Any]) -> dict[str, Any]:
-    place, found = param._place, dict(kept)
+def _gathered(place: Place, kept: dict[str, Any]) -> dict[str, Any]:
+    shape, found = place.layout[place.comm.rank].shape, dict(kept)
     with together(place.comm, "an optimizer's state_dict"):
         for key, value in kept.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+            if isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) == shape:
                 found[key] = gather_whole(f"{key} of {place.name}", value, place.layout, place.comm)
     return found
 

@@ -22,14 +22,15 @@ Norms = Callable[[Tensors, Tensors], torch.Tensor]  # of values that lie as thei
 def make_optimizer(settings: Settings, model: ParallelModel) -> Optimizer:
     """The optimizer of a run; updates of gathered layers hide behind the next forward pass."""
     common = {"lr": peak_rate(settings), "weight_decay": settings.weight_decay}
+    shared = settings.shard_state
     if settings.optimizer == "lars":  # it needs the norms of all ranks, so nothing may come later
         own = {"momentum": settings.momentum, "trust": settings.trust, "norms": of(model).norms}
-        return Lars(model.parameters(), **common, **own)
+        return optimizer(model, Lars, shard_state=shared, **common, **own)
     if settings.optimizer == "sgd":
         own = {"momentum": settings.momentum, "nesterov": settings.nesterov}
-        return optimizer(model, torch.optim.SGD, **common, **own)
+        return optimizer(model, torch.optim.SGD, shard_state=shared, **common, **own)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.optimizer]
-    return optimizer(model, kind, betas=settings.betas, **common)
+    return optimizer(model, kind, shard_state=shared, betas=settings.betas, **common)
 
 
 def peak_rate(settings: Settings) -> float:

@@ -106,6 +106,7 @@ def make_costs(settings: Settings, graph: LayerGraph, world: int) -> Costs:
         itemsize=DTYPES[settings.precision].itemsize,
         states=2 if settings.optimizer.startswith("adam") else 1,
         output=settings.output,
+        shard_state=settings.shard_state,
     )
     return Costs(graph, machines, timer_for(machines, graph), training)
 

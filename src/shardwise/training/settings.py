@@ -120,6 +120,11 @@ class Settings(BaseModel):
     betas: tuple[Share, Share] = _field((0.9, 0.999), "Optimizer", "Of adam and adamw.")
     weight_decay: Real = _field(5e-4, "Optimizer", "The optimizer's weight decay.", ge=0)
     trust: Positive = _field(0.001, "Optimizer", "The coefficient of lars.")
+    shard_state: bool = _field(
+        False,
+        "Optimizer",
+        "Workers with the same weights share what the optimizer keeps, a part each (ZeRO-1).",
+    )
     clip: Positive | None = _field(
         None, "Optimizer", "The largest norm that all gradients together may have."
     )
