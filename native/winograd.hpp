@@ -13,11 +13,10 @@
 namespace shardwise {
 
 // As many tiles as keep the planes in the second-level cache; but at least enough to reuse the
-// filters, which come from further away, and no more than a thread has.
-inline i64 tiles_of_chunk(const Problem& g, const Tiling& t, i64 squares, i64 least_tiles,
-                          i64 cache_bytes) {
+// filters, which come from further away.
+inline i64 tiles_of_chunk(const Problem& g, i64 squares, i64 least_tiles, i64 cache_bytes) {
     const i64 bytes = squares * (g.c + g.f) * (i64)sizeof(float);
-    return std::max(round_up(least_tiles, t.across), cache_bytes / bytes);
+    return std::max(least_tiles, cache_bytes / bytes);
 }
 
 template <int M> Tiling inputs_of(const Problem& g) {
@@ -38,7 +37,7 @@ void winograd_many(const Problem& g, const T* x, const Filters<T>& filters, cons
     const bool many = squares * k * g.f * (i64)sizeof(T) > 4 * blocks.cache_bytes;
     const i64 least_tiles = many ? tilings.chunk_of_many_filters : tilings.chunk;
     const i64 total_tiles = g.n * g.o * t.down * t.across;
-    const i64 most = tiles_of_chunk(g, t, squares, least_tiles, blocks.cache_bytes);
+    const i64 most = tiles_of_chunk(g, squares, least_tiles, blocks.cache_bytes);
     const Slabs slabs =
         Slabs::of(g, t, std::min(most, (total_tiles + g.threads - 1) / g.threads));
     T* u = scratch.take<T>(squares * padded * k);
@@ -111,20 +110,21 @@ void winograd_few(const Problem& g, const T* x, const Filters<T>& filters, const
         T* my_u = u + index * squares * kc * nr;
         for (i64 panel = mine.begin; panel < mine.end; panel++) {
             const Range channels{panel * nr, std::min(g.f, (panel + 1) * nr)};
-            for (i64 block = 0, pc = 0; block < g.t; pc += kc, block += pc >= g.c) {
-                if (pc >= g.c) pc = 0;
+            const i64 blocks_of_depth = (g.c + kc - 1) / kc;
+            for (i64 block = 0; block < g.t * blocks_of_depth; block++) {
+                const i64 deep = block / blocks_of_depth, pc = block % blocks_of_depth * kc;
                 const i64 kb = std::min(kc, g.c - pc);
                 for (i64 f = channels.begin; f < channels.end; f += L)
-                    transform_block<M>(filters, f, std::min<i64>(L, g.f - f), block, pc, kb, nr,
+                    transform_block<M>(filters, f, std::min<i64>(L, g.f - f), deep, pc, kb, nr,
                                        packs + index * kc * 9 * L, my_u + f - channels.begin,
                                        kb * nr);
                 for (i64 job = 0; job < squares * slabs.count(); job++) {
                     const i64 xi = job / slabs.count(), at = job % slabs.count();
-                    const i64 first = at * inputs + block * slabs.at(at).tiles_of_slice();
+                    const i64 first = at * inputs + deep * slabs.at(at).tiles_of_slice();
                     const Strided<T> tile_rows{v.at(xi, first) + pc, v.width, 1};
                     RowsA<T, const Strided<T>> a{tile_rows, tables + index * tiles};
                     WholeB<T> b{my_u + xi * kb * nr, nr, nr};
-                    MatrixC<T> c{out.at(xi, at * tiles), out.width, {}, block + pc > 0};
+                    MatrixC<T> c{out.at(xi, at * tiles), out.width, {}, block > 0};
                     gemm<T>({0, tiles}, {0, round_up(channels.size(), L)}, kb, kb, tiles, nr, tile,
                             a, b, c);
                 }
@@ -164,7 +164,7 @@ template <int M> void winograd_filter(const Problem& g, Tensors<float> tensors, 
     const bool large = products * g.c * width * (i64)sizeof(T) > blocks.cache_bytes;
     const i64 least_tiles = large ? tilings.filter_chunk_of_many : tilings.filter_chunk;
     const i64 most =
-        tiles_of_chunk(g, x, squares, least_tiles, blocks.cache_bytes * g.threads / 2);
+        tiles_of_chunk(g, squares, least_tiles, blocks.cache_bytes * g.threads / 2);
     const Slabs slabs = Slabs::of(g, x, most);
     T* sums = scratch.take<T>(products * g.c * width);
     T* dw = scratch.take<T>(g.taps() * g.c * width);
